@@ -1,0 +1,60 @@
+"""Grouped-query attention, sharded by heads: fused qkv column-parallel, o_proj row-parallel."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from tp_residual.kernels.contract import NormSpec
+from tp_residual.model.attention_backend import AttentionBackend, HeadGroups, TokenBatch
+from tp_residual.model.config import ModelConfig
+from tp_residual.model.rope import RopeTables, apply_rope
+from tp_residual.parallel.group import TensorParallelGroup
+from tp_residual.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from tp_residual.parallel.partial import Partial
+from tp_residual.parallel.splits import HeadSplit
+from tp_residual.residual.norms import RMSNorm
+
+
+class Attention(nn.Module):
+    """In: the normed stream as column input `[tokens, hidden]`. Out: this rank's heads' share of the update, a Partial."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, group: TensorParallelGroup, *, sequence_parallel: bool, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        heads = HeadSplit.of(config.num_attention_heads, config.num_key_value_heads, group.size)
+        rows, kv_rows = heads.query.scaled(config.head_dim), heads.key_value.scaled(config.head_dim)
+        self.layer, self.head_dim, self.window = layer, config.head_dim, config.sliding_window[layer]
+        self.groups = HeadGroups(heads, group.rank, group.device)
+        self.qkv_proj = ColumnParallelLinear(
+            config.hidden_size,
+            {"q_proj": rows, "k_proj": kv_rows, "v_proj": kv_rows},
+            group,
+            bias=config.qkv_bias,
+            dtype=dtype,
+        )
+        self.o_proj = RowParallelLinear(
+            rows,
+            config.hidden_size,
+            group,
+            bias=config.o_bias,
+            sequence_parallel=sequence_parallel,
+            name=f"model.layers.{layer}.self_attn.o_proj",
+            dtype=dtype,
+        )
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            # replicated weights on sharded heads: the gradient is partial whatever the stream's layout
+            spec = NormSpec(config.rms_norm_eps, weight_after_cast=config.weight_after_cast)
+            self.q_norm = RMSNorm(config.head_dim, spec, group, partial_gradient=True, name="q_norm", dtype=dtype)
+            self.k_norm = RMSNorm(config.head_dim, spec, group, partial_gradient=True, name="k_norm", dtype=dtype)
+
+    def forward(
+        self, x: Float[Tensor, "tokens hidden"], rope: RopeTables, batch: TokenBatch, backend: AttentionBackend
+    ) -> Partial:
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv_proj.split(self.qkv_proj(x)))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        backend.append(self.layer, apply_rope(k, rope), v, batch)
+        out = backend.attend(self.layer, apply_rope(q, rope), batch, self.groups, self.window)
+        return self.o_proj(out.flatten(1))

@@ -1,0 +1,142 @@
+"""Row blocks: what each rank's parameters hold of the checkpoint's tensors, and how their gradients become whole.
+
+A parameter declares blocks, not one role. At 9 query and 3 KV heads over two ranks both hold KV head 1: only that block of k_proj
+needs a gradient sum, between its two holders. Loading, gradient sync, gradient norm, saving and resharding all iterate blocks.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from tp_residual.errors import LayoutError
+from tp_residual.parallel.group import TensorParallelGroup
+from tp_residual.parallel.splits import Split
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterBlock:
+    """One contiguous run along `dim` of one parameter of this rank.
+
+    name: the checkpoint tensor it comes from. local / globe: its `[start, stop)` along `dim` in the parameter and in that tensor.
+    holders: the group ranks that hold it. partial_gradient: each holder's gradient is a summand, not the whole.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    dim: int
+    local: tuple[int, int]
+    globe: tuple[int, int]
+    global_shape: tuple[int, ...]
+    holders: tuple[int, ...]
+    partial_gradient: bool
+
+    @property
+    def owner(self) -> int:
+        """The one rank that counts and saves it."""
+        return min(self.holders)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The block's view of a tensor shaped like the parameter (the parameter itself, its gradient)."""
+        return tensor.narrow(self.dim, self.local[0], self.local[1] - self.local[0])
+
+    def of_full(self, tensor: Tensor) -> Tensor:
+        """The block's view of a tensor shaped like the checkpoint's."""
+        return tensor.narrow(self.dim, self.globe[0], self.globe[1] - self.globe[0])
+
+
+@runtime_checkable
+class DeclaresBlocks(Protocol):
+    """A module whose own parameters (not its children's) declare their blocks."""
+
+    def declare_blocks(self, prefix: str) -> Iterable[ParameterBlock]:
+        """prefix: the module's path with a trailing dot, or nothing."""
+        ...
+
+
+def parameter_blocks(module: nn.Module) -> list[ParameterBlock]:
+    """Every block of this rank, in module order. Raises LayoutError for a parameter that no module declares."""
+    blocks: list[ParameterBlock] = []
+    for path, child in module.named_modules():
+        if isinstance(child, DeclaresBlocks):
+            blocks.extend(child.declare_blocks(f"{path}." if path else ""))
+    declared = {id(block.parameter) for block in blocks}
+    missing = [name for name, parameter in module.named_parameters() if id(parameter) not in declared]
+    if missing:
+        raise LayoutError(
+            f"no parameter block for {', '.join(missing)}: give its module declare_blocks(), or its gradient would stay unsummed"
+        )
+    return blocks
+
+
+def split_blocks(
+    name: str, parameter: nn.Parameter, dim: int, split: Split, full_shape: tuple[int, ...], rank: int, offset: int = 0
+) -> list[ParameterBlock]:
+    """The blocks of a parameter whose rows (or columns) from `offset` on are this rank's range of `split`.
+
+    Where several ranks hold a run, each computes with it from its own inputs: the gradient is partial there.
+    """
+    first = split.ranges[rank][0]
+    return [
+        ParameterBlock(name, parameter, dim, (start - first + offset, stop - first + offset), (start, stop), full_shape, holders, len(holders) > 1)
+        for start, stop, holders in split.segments()
+        if rank in holders
+    ]
+
+
+def replicated_block(name: str, parameter: nn.Parameter, size: int, *, partial_gradient: bool) -> ParameterBlock:
+    """A parameter that all `size` ranks hold whole."""
+    whole = (0, parameter.shape[0])
+    return ParameterBlock(
+        name, parameter, 0, whole, whole, tuple(parameter.shape), tuple(range(size)), partial_gradient and size > 1
+    )
+
+
+def sync_gradients(blocks: Iterable[ParameterBlock], group: TensorParallelGroup) -> None:
+    """Sum the partial gradients over their holders: one fp32 sum for each set of holders. Call it once, before the optimizer step.
+
+    A parameter without a gradient counts as zero, so that all holders take part whatever their inputs reached.
+    """
+    by_holders: dict[tuple[int, ...], list[ParameterBlock]] = defaultdict(list)
+    for block in blocks:
+        if block.partial_gradient and block.parameter.requires_grad:
+            by_holders[block.holders].append(block)
+    for holders in sorted(by_holders):  # the same order everywhere, so that overlapping sets cannot wait for each other
+        shared = by_holders[holders]
+        for block in shared:
+            if block.parameter.grad is None:
+                block.parameter.grad = torch.zeros_like(block.parameter)
+        grads = [block.of(block.parameter.grad) for block in shared if block.parameter.grad is not None]
+        wide = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
+        flat = torch.cat([grad.reshape(-1).to(wide) for grad in grads])
+        total = group.subgroup(holders).run("all_reduce", "sync_gradients", flat, lambda transport, t: transport.all_reduce(t))
+        for grad, summed in zip(grads, total.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(summed.view(grad.shape))
+
+
+def grad_norm(blocks: Iterable[ParameterBlock], group: TensorParallelGroup, p: float = 2.0) -> Tensor:
+    """The p-norm (1, 2, inf) of the whole model's gradient, a 0-dim fp32 tensor (fp64 for fp64 gradients), the same on every rank.
+
+    Call it after `sync_gradients`. Each block counts once, at its owner. A NaN on one rank reaches all: the per-rank values are
+    gathered and combined here, since gloo's MAX drops a NaN depending on its rank.
+    """
+    if p not in (1.0, 2.0, float("inf")):
+        raise ValueError(f"p={p} is not one of 1, 2, inf")
+    parts = [
+        torch.linalg.vector_norm(block.of(block.parameter.grad).reshape(-1), p, dtype=_norm_dtype(block.parameter.grad))
+        for block in blocks
+        if block.owner == group.rank and block.parameter.grad is not None
+    ]
+    own = torch.stack([part.double() for part in parts]) if parts else torch.zeros(1, dtype=torch.float64, device=group.device)
+    own = torch.linalg.vector_norm(own, p).view(1)
+    if group.size > 1:
+        own = group.run("all_gather", "grad_norm", own, lambda transport, t: transport.all_gather(t))
+    norm = torch.linalg.vector_norm(own, p)
+    return norm if any(part.dtype == torch.float64 for part in parts) else norm.float()
+
+
+def _norm_dtype(grad: Tensor) -> torch.dtype:
+    return torch.float64 if grad.dtype == torch.float64 else torch.float32

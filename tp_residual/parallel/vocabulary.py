@@ -1,0 +1,114 @@
+"""The vocabulary axis: embedding, head, and the argmax that never needs the whole row of logits.
+
+Any vocabulary at any tp size, ranks without a row included. Nothing is padded, so no padded id exists to win.
+"""
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from tp_residual.errors import RequestError
+from tp_residual.parallel.blocks import ParameterBlock, split_blocks
+from tp_residual.parallel.collectives import last_dim_shard_to_invariant
+from tp_residual.parallel.group import TensorParallelGroup
+from tp_residual.parallel.linear import _check_input, _parameter
+from tp_residual.parallel.partial import Partial
+from tp_residual.parallel.splits import Split
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Rows of the vocabulary this rank holds, zeros for the others: a Partial that the first boundary completes, exactly.
+
+    In: ids `[tokens]`, replicated. Out: Partial of `[tokens, hidden]` in the weight's dtype.
+    """
+
+    def __init__(self, split: Split, hidden_size: int, group: TensorParallelGroup, *, name: str, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.split, self.hidden_size, self.group, self.name = split, hidden_size, group, name
+        self.weight = _parameter(split.size(group.rank), hidden_size, dtype=dtype, group=group)
+
+    def forward(self, token_ids: Int[Tensor, " tokens"]) -> Partial:
+        start, stop = self.split.ranges[self.group.rank]
+        if token_ids.device.type == "cpu" and token_ids.numel() and not torch.compiler.is_compiling():
+            check_token_ids(int(token_ids.min()), int(token_ids.max()), self.split.total)
+        if start == stop:
+            return Partial(self.weight.new_zeros(token_ids.shape[0], self.hidden_size), self.group, self.name)
+        mine = (token_ids >= start) & (token_ids < stop)
+        rows = F.embedding((token_ids - start).where(mine, 0), self.weight)
+        return Partial(rows.where(mine[:, None], 0), self.group, self.name)
+
+    def declare_blocks(self, prefix: str) -> Iterable[ParameterBlock]:
+        yield from split_blocks(f"{prefix}weight", self.weight, 0, self.split, (self.split.total, self.hidden_size), self.group.rank)
+
+
+class VocabParallelHead(nn.Module):
+    """Logits of the vocabulary rows this rank holds. A tied head is given the embedding's parameter: one storage.
+
+    In: column input `[rows, hidden]`, replicated. Out: `[rows, local_vocab]`, sharded along the last dimension.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        hidden_size: int,
+        group: TensorParallelGroup,
+        *,
+        tied_to: VocabParallelEmbedding | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.split, self.hidden_size, self.group, self.tied = split, hidden_size, group, tied_to is not None
+        self.weight = tied_to.weight if tied_to is not None else _parameter(split.size(group.rank), hidden_size, dtype=dtype, group=group)
+
+    def forward(self, x: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows local_vocab"]:
+        _check_input(x, self.hidden_size, "VocabParallelHead", ("lm_head",))
+        return F.linear(x, self.weight)
+
+    def gather(self, local_logits: Float[Tensor, "rows local_vocab"], *, tag: str = "logits") -> Float[Tensor, "rows vocab"]:
+        """The whole row of logits on every rank: one all-gather; gradient complete (invariant)."""
+        return last_dim_shard_to_invariant(local_logits, self.split, self.group, tag=tag)
+
+    def declare_blocks(self, prefix: str) -> Iterable[ParameterBlock]:
+        if not self.tied:
+            yield from split_blocks(f"{prefix}weight", self.weight, 0, self.split, (self.split.total, self.hidden_size), self.group.rank)
+
+
+def check_token_ids(smallest: int, largest: int, vocab_size: int) -> None:
+    """Raises RequestError for an id outside the vocabulary: vocabulary-parallel, it would silently embed to zeros."""
+    if smallest < 0 or largest >= vocab_size:
+        wrong = smallest if smallest < 0 else largest
+        raise RequestError(f"token id {wrong} is outside the vocabulary of {vocab_size} ids; use 0 to {vocab_size - 1}")
+
+
+def vocab_parallel_argmax(
+    local_logits: Float[Tensor, "rows local_vocab"], split: Split, group: TensorParallelGroup, checksum: int
+) -> Int[Tensor, " rows"]:
+    """Greedy ids `[rows]`, the same on every rank by construction: all choose from the same gathered candidates.
+
+    Ties go to the lowest id. One all-gather of (logit, id, checksum) a row, in fp64, which holds each exactly. checksum: any integer
+    below 2**53 that all ranks must agree on (the tokens so far); a rank that differs is named. Raises RuntimeError on every rank
+    when they disagree or a logit is NaN.
+    """
+    start, stop = split.ranges[group.rank]
+    rows = local_logits.shape[0]
+    candidate = torch.full((1, rows, 3), float(checksum), dtype=torch.float64, device=local_logits.device)
+    if stop > start:
+        value, index = local_logits.max(dim=-1)
+        candidate[0, :, 0], candidate[0, :, 1] = value, index + start
+    else:
+        candidate[0, :, 0], candidate[0, :, 1] = -torch.inf, split.total
+    if group.size > 1:
+        candidate = group.run("all_gather", "argmax", candidate, lambda transport, t: transport.all_gather(t))
+    candidate = candidate.cpu()
+    value, ids, checksums = candidate.unbind(-1)
+    if not bool((checksums == checksums[0, 0]).all()):
+        theirs = [int(c) for c in checksums[:, 0]] if rows else []
+        raise RuntimeError(f"ranks disagree about the tokens generated so far (checksums by rank: {theirs}); stopping before they drift further")
+    if bool(value.isnan().any()):
+        ranks = sorted({int(r) for r in value.isnan().nonzero()[:, 0]})
+        raise RuntimeError(f"logits are NaN on rank {ranks}; the weights or the dtype cannot represent this model (try --dtype float32)")
+    best = value.max(dim=0).values
+    return ids.where(value == best, float(split.total)).min(dim=0).values.long()

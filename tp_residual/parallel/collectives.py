@@ -132,7 +132,7 @@ def _slice(x: Tensor, group: int, tag: str, dim: int, sizes: list[int], ordered:
 
 
 def _identity(x: Tensor, group: int, tag: str, dim: int, sizes: list[int], ordered: bool) -> Tensor:
-    return x.clone()
+    return x.clone(memory_format=torch.contiguous_format)  # as its fake says
 
 
 def _same_shape(x: Tensor, group: int, tag: str, dim: int, sizes: list[int], ordered: bool) -> Tensor:

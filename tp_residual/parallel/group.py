@@ -5,8 +5,10 @@ before and between collectives.
 """
 
 import os
+import re
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import count
@@ -51,6 +53,7 @@ class TensorParallelGroup:
         self.handle = next(_handles)
         self._subgroups: dict[tuple[int, ...], TensorParallelGroup] = {}
         self._watchdog: CudaWatchdog | None = None
+        self._entered = threading.Lock()
         self.transport: Transport | None = None
         self.store: dist.Store = dist.HashStore()
         if process_group is None:
@@ -109,12 +112,22 @@ class TensorParallelGroup:
         Raises CollectiveError, naming rank, number, tag, shape and dtype, when it expires or a peer is gone.
         """
         assert self.transport is not None, "a group of one runs no collective"
-        x = x.contiguous()
+        if not self._entered.acquire(blocking=False):
+            raise CollectiveError(
+                f"rank {self.rank} of {self.size} entered {kind} tag={tag!r} while another thread is {self.record}; "
+                "two threads would interleave differently on each rank: give each its own group"
+            )
+        try:
+            return self._run(self.transport, kind, tag, x.contiguous(), collective)
+        finally:
+            self._entered.release()
+
+    def _run(self, transport: Transport, kind: str, tag: str, x: Tensor, collective: Callable[[Transport, Tensor], Tensor]) -> Tensor:
         call = self.record.enter(kind, tag, x)
         if self.checked:
             self._compare_with_peers(str(call))
         try:
-            out = collective(self.transport, x)
+            out = collective(transport, x)
         except RuntimeError as error:
             raise CollectiveError(self._explain(error)) from error
         if self._watchdog is not None and not torch.cuda.is_current_stream_capturing():
@@ -190,19 +203,20 @@ class TensorParallelGroup:
 
     def _peer_reports(self) -> str:
         """What the other ranks say about themselves, when they too have given up within the next seconds."""
-        reports = []
+        reports: dict[int, str] = {}
+        peers = [peer for peer in range(self.size) if peer != self.rank]
+        end = time.monotonic() + _PEER_REPORT_S  # for all of them together: a peer may be waiting for this rank to fail
         try:
             self.store.set(f"report/{self.rank}", str(self.record))
-            for peer in range(self.size):
-                if peer != self.rank:
-                    try:
-                        self.store.wait([f"report/{peer}"], timedelta(seconds=_PEER_REPORT_S))
-                        reports.append(f"rank {peer}: {self.store.get(f'report/{peer}').decode()}")
-                    except RuntimeError:
-                        reports.append(f"rank {peer}: no report, so dead or not waiting in a collective")
+            while len(reports) < len(peers) and time.monotonic() < end:
+                for peer in peers:
+                    if peer not in reports and self.store.check([f"report/{peer}"]):  # not wait(), which logs a warning of its own
+                        reports[peer] = self.store.get(f"report/{peer}").decode()
+                time.sleep(0.02)
         except RuntimeError:
-            reports.append("rank 0, which holds the side channel, is gone")
-        return "; ".join(reports)
+            reports.setdefault(0, "gone, and the side channel with it")
+        silent = "no report, so dead or not waiting in a collective"
+        return "; ".join(f"rank {peer}: {reports.get(peer, silent)}" for peer in peers)
 
     def _end_after_device_hang(self, call: str) -> None:
         print(
@@ -226,5 +240,7 @@ def _own_address() -> str:
 
 
 def _first_line(error: Exception) -> str:
+    """Without gloo's source position in front and its general advice behind."""
     lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    line = lines[0] if lines else type(error).__name__
+    return re.sub(r"^\[\S+:\d+\] ", "", line).split(". This is typically")[0]

@@ -15,6 +15,15 @@ from tp_residual.kernels.contract import widen
 from tp_residual.parallel.group import TensorParallelGroup
 
 
+def _refused(operation: str) -> Callable[..., NoReturn]:
+    """A method that refuses the operator it is bound to. Python's own TypeError would not say whose sum is owed."""
+
+    def method(self: "Partial", *_: object) -> NoReturn:
+        self._refuse(operation)
+
+    return method
+
+
 @dataclass(frozen=True, eq=False)
 class Partial:
     """This rank's summand of `[tokens, hidden]`; the true value is the sum over the group, plus `bias` once.
@@ -49,11 +58,12 @@ class Partial:
             "write it to the stream, or complete it with partial_to_invariant() or partial_to_token_shard()"
         )
 
-    def __radd__(self, other: object) -> NoReturn:
-        self._refuse("+")
-
-    def __mul__(self, other: object) -> NoReturn:
-        self._refuse("*")
+    __radd__ = _refused("+")
+    __sub__ = __rsub__ = __neg__ = _refused("-")
+    __mul__ = __rmul__ = _refused("*")
+    __truediv__ = __rtruediv__ = _refused("/")
+    __matmul__ = __rmatmul__ = _refused("@")
+    __getitem__ = _refused("indexing")
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"{name!r}: the output of {self.__dict__.get('source')} is a partial sum, not a tensor")
@@ -63,6 +73,7 @@ class Partial:
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> NoReturn:
         for value in (*args, *(kwargs or {}).values()):
-            if isinstance(value, Partial):
-                value._refuse(getattr(func, "__name__", str(func)))
+            for item in value if isinstance(value, list | tuple) else (value,):  # torch.cat takes a list
+                if isinstance(item, Partial):
+                    item._refuse(getattr(func, "__name__", str(func)))
         raise LayoutError(f"{func} does not take a partial sum")

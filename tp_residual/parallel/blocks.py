@@ -79,9 +79,13 @@ def split_blocks(
 
     Where several ranks hold a run, each computes with it from its own inputs: the gradient is partial there.
     """
-    first = split.ranges[rank][0]
+    first, end = split.ranges[rank]
+    if first == end:  # an empty share still names its tensor, so that all ranks name the same ones
+        return [ParameterBlock(name, parameter, dim, (offset, offset), (first, first), full_shape, (rank,), False)]
     return [
-        ParameterBlock(name, parameter, dim, (start - first + offset, stop - first + offset), (start, stop), full_shape, holders, len(holders) > 1)
+        ParameterBlock(
+            name, parameter, dim, (start - first + offset, stop - first + offset), (start, stop), full_shape, holders, len(holders) > 1
+        )
         for start, stop, holders in split.segments()
         if rank in holders
     ]
@@ -128,7 +132,7 @@ def grad_norm(blocks: Iterable[ParameterBlock], group: TensorParallelGroup, p: f
     parts = [
         torch.linalg.vector_norm(block.of(block.parameter.grad).reshape(-1), p, dtype=_norm_dtype(block.parameter.grad))
         for block in blocks
-        if block.owner == group.rank and block.parameter.grad is not None
+        if block.owner == group.rank and block.parameter.grad is not None and block.of(block.parameter.grad).numel()
     ]
     own = torch.stack([part.double() for part in parts]) if parts else torch.zeros(1, dtype=torch.float64, device=group.device)
     own = torch.linalg.vector_norm(own, p).view(1)

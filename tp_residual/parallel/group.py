@@ -7,6 +7,7 @@ before and between collectives.
 import os
 import re
 import socket
+import threading
 import sys
 import time
 from collections.abc import Callable, Sequence

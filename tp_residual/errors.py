@@ -31,3 +31,7 @@ class RequestError(UserError):
 
 class CollectiveError(RuntimeError):
     """A collective that failed or ran out of time; names rank, sequence number, tag, shape and dtype."""
+
+
+class GenerationError(RuntimeError):
+    """Generation that cannot go on: NaN logits, or ranks that no longer agree. Raised on every rank."""

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tp_residual.errors import ConfigError
-from tp_residual.kernels.contract import NormSpec
+from tp_residual.kernels.contract import NormSpec, norm
 from tp_residual.model.attention import Attention
 from tp_residual.model.attention_backend import AttentionBackend, TokenBatch
 from tp_residual.model.config import ModelConfig
@@ -37,13 +37,13 @@ class DecoderLayer(nn.Module):
         super().__init__()
         spec = NormSpec(config.rms_norm_eps, weight_after_cast=config.weight_after_cast)
 
-        def norm(name: str) -> RMSNorm:
+        def layer_norm(name: str) -> RMSNorm:
             path = f"model.layers.{layer}.{name}"
             return RMSNorm(config.hidden_size, spec, group, partial_gradient=sequence_parallel, name=path, dtype=dtype)
 
-        self.input_layernorm = norm("input_layernorm")
+        self.input_layernorm = layer_norm("input_layernorm")
         self.self_attn = Attention(config, layer, group, sequence_parallel=sequence_parallel, dtype=dtype)
-        self.post_attention_layernorm = norm("post_attention_layernorm")
+        self.post_attention_layernorm = layer_norm("post_attention_layernorm")
         self.mlp = MLP(config, layer, group, sequence_parallel=sequence_parallel, dtype=dtype)
 
     def forward(self, stream: Stream, rope: RopeTables, batch: TokenBatch, backend: AttentionBackend) -> Stream:
@@ -71,7 +71,7 @@ class Decoder(nn.Module):
 
 
 class CausalLMOutput(NamedTuple):
-    """local_logits: `[rows, local_vocab]`, this rank's vocabulary. hidden_states: x_0 ... x_L and the final norm's output, or None."""
+    """local_logits: `[rows, local_vocab]`, this rank's vocabulary. hidden_states: x_0 ... x_L and the final norm's output, or None; invariant."""
 
     local_logits: Float[Tensor, "rows local_vocab"]
     hidden_states: tuple[Float[Tensor, "tokens hidden"], ...] | None
@@ -158,10 +158,14 @@ class CausalLM(nn.Module):
         x, stream = stream.read(self.model.norm)
         hidden_states = None
         if output_hidden_states:
-            split = boundary.token_split(stream.tokens)
+            # normalised again, to the same bits: x is a column input, whose gradient is a partial sum, and a reader's is complete
+            final_norm, residual = self.model.norm, stream.residual
+            assert residual is not None
+            states.append(norm(residual, final_norm.weight, final_norm.bias, final_norm.spec, self.dtype))
             if boundary.sequence_parallel:
+                split = boundary.token_split(stream.tokens)
                 states = [token_shard_to_invariant(state, split, self.group, tag="hidden_states") for state in states]
-            hidden_states = (*states, x)
+            hidden_states = tuple(states)
         return CausalLMOutput(self.lm_head(x if logit_rows is None else x.index_select(0, logit_rows)), hidden_states)
 
 

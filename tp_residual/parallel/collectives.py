@@ -272,7 +272,7 @@ def _slice_move(x: Tensor, dim: int, split: Split, group: TensorParallelGroup, t
     return move("invariant_to_shard", x, group.handle, tag, dim, list(split.sizes), False)
 
 
-def _owed(partial: Partial, name: str) -> Tensor:
+def _owed(partial: object, name: str) -> Tensor:
     if not isinstance(partial, Partial):
         kind = f"a tensor of shape {list(partial.shape)}" if isinstance(partial, Tensor) else type(partial).__name__
         raise LayoutError(
@@ -281,7 +281,7 @@ def _owed(partial: Partial, name: str) -> Tensor:
     return partial.value
 
 
-def _check_axis(x: Tensor, dim: int, expected: int, group: TensorParallelGroup, split: Split, name: str) -> None:
+def _check_axis(x: object, dim: int, expected: int, group: TensorParallelGroup, split: Split, name: str) -> None:
     if not isinstance(x, Tensor):
         raise LayoutError(f"{name}() takes a tensor and got {type(x).__name__}; complete a Partial with a partial_to_* move")
     if len(split.ranges) != group.size:

@@ -7,8 +7,8 @@ before and between collectives.
 import os
 import re
 import socket
-import threading
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -57,16 +57,16 @@ class TensorParallelGroup:
         self._entered = threading.Lock()
         self.transport: Transport | None = None
         self.store: dist.Store = dist.HashStore()
-        if process_group is None:
-            self.rank, self.size, self.ranks = 0, 1, (0,)
-        else:
+        self.rank, self.size = 0, 1
+        self.ranks: tuple[int, ...] = (0,)
+        if process_group is not None:
             self.rank, self.size = process_group.rank(), process_group.size()
             self.ranks = tuple(dist.get_process_group_ranks(process_group))
-            if self.size > 1:
-                self.transport = TorchTransport(process_group, timeout_s)
-                self.store = self._open_side_channel()
-                if self.device.type == "cuda":
-                    self._watchdog = CudaWatchdog(timeout_s, self._end_after_device_hang)
+        if process_group is not None and self.size > 1:
+            self.transport = TorchTransport(process_group, timeout_s)
+            self.store = self._open_side_channel()
+            if self.device.type == "cuda":
+                self._watchdog = CudaWatchdog(timeout_s, self._end_after_device_hang)
         _groups[self.handle] = self
 
     @classmethod

@@ -39,11 +39,11 @@ class ColumnParallelLinear(nn.Module):
         self.in_features, self.group = in_features, group
         self.projections = dict(projections)
         self.local_sizes = [split.size(group.rank) for split in self.projections.values()]
-        self.weight = _parameter(sum(self.local_sizes), in_features, dtype=dtype, group=group)
-        self.bias = _parameter(sum(self.local_sizes), dtype=dtype, group=group) if bias else None
+        self.weight = uninitialized(sum(self.local_sizes), in_features, dtype=dtype, group=group)
+        self.bias = uninitialized(sum(self.local_sizes), dtype=dtype, group=group) if bias else None
 
     def forward(self, x: Float[Tensor, "tokens in_features"]) -> Float[Tensor, "tokens local_out_features"]:
-        _check_input(x, self.in_features, "ColumnParallelLinear", self.projections)
+        check_input(x, self.in_features, "ColumnParallelLinear", self.projections)
         return F.linear(x, self.weight, self.bias)
 
     def split(self, y: Float[Tensor, "tokens local_out_features"]) -> tuple[Tensor, ...]:
@@ -85,11 +85,11 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.in_split, self.out_features, self.group = split, out_features, group
         self.sequence_parallel, self.name = sequence_parallel, name
-        self.weight = _parameter(out_features, split.size(group.rank), dtype=dtype, group=group)
-        self.bias = _parameter(out_features, dtype=dtype, group=group) if bias else None
+        self.weight = uninitialized(out_features, split.size(group.rank), dtype=dtype, group=group)
+        self.bias = uninitialized(out_features, dtype=dtype, group=group) if bias else None
 
     def forward(self, x: Float[Tensor, "tokens local_in_features"]) -> Partial:
-        _check_input(x, self.in_split.size(self.group.rank), "RowParallelLinear", (self.name,))
+        check_input(x, self.in_split.size(self.group.rank), "RowParallelLinear", (self.name,))
         return Partial(F.linear(x, self.weight), self.group, self.name, self.bias)
 
     def declare_blocks(self, prefix: str) -> Iterable[ParameterBlock]:
@@ -99,13 +99,14 @@ class RowParallelLinear(nn.Module):
             yield replicated_block(f"{prefix}bias", self.bias, self.group.size, partial_gradient=self.sequence_parallel)
 
 
-def _parameter(*shape: int, dtype: torch.dtype, group: TensorParallelGroup) -> nn.Parameter:
+def uninitialized(*shape: int, dtype: torch.dtype, group: TensorParallelGroup) -> nn.Parameter:
     """Uninitialised: a checkpoint, a twin or an init rule fills it, and each of those proves that it filled everything."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=group.device))
 
 
-def _check_input(x: Tensor, features: int, kind: str, names: Iterable[str]) -> None:
+def check_input(x: Tensor | Partial, features: int, kind: str, names: Iterable[str]) -> None:
+    """Raises LayoutError for a Partial, and for another number of features than this rank's."""
     if isinstance(x, Partial):
-        x._refuse(f"{kind}({', '.join(names)})")
+        x.refuse(f"{kind}({', '.join(names)})")
     if x.shape[-1] != features:
         raise LayoutError(f"{kind}({', '.join(names)}) takes {features} features on this rank and got {x.shape[-1]} (input {list(x.shape)})")

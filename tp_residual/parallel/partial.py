@@ -15,11 +15,11 @@ from tp_residual.kernels.contract import widen
 from tp_residual.parallel.group import TensorParallelGroup
 
 
-def _refused(operation: str) -> Callable[..., NoReturn]:
+def refused(operation: str) -> Callable[..., NoReturn]:
     """A method that refuses the operator it is bound to. Python's own TypeError would not say whose sum is owed."""
 
     def method(self: "Partial", *_: object) -> NoReturn:
-        self._refuse(operation)
+        self.refuse(operation)
 
     return method
 
@@ -43,7 +43,7 @@ class Partial:
     def __add__(self, other: object) -> "Partial":
         """Partial + Partial is the summand of both, in fp32 at least: one collective for two updates (a parallel block)."""
         if not isinstance(other, Partial):
-            self._refuse("+")
+            self.refuse("+")
         if other.group is not self.group or other.shape != self.shape:
             raise LayoutError(
                 f"cannot add the partial sums of {self.source} {list(self.shape)} and {other.source} {list(other.shape)}: "
@@ -52,18 +52,19 @@ class Partial:
         biases = [widen(bias) for bias in (self.bias, other.bias) if bias is not None]
         return Partial(widen(self.value) + widen(other.value), self.group, f"{self.source} + {other.source}", sum(biases[1:], biases[0]) if biases else None)
 
-    def _refuse(self, operation: str) -> NoReturn:
+    def refuse(self, operation: str) -> NoReturn:
+        """Raises the LayoutError of an operation that needs the sum itself."""
         raise LayoutError(
             f"{operation} on the output of {self.source}, which is a partial sum over {self.group.size} ranks and not a tensor yet; "
             "write it to the stream, or complete it with partial_to_invariant() or partial_to_token_shard()"
         )
 
-    __radd__ = _refused("+")
-    __sub__ = __rsub__ = __neg__ = _refused("-")
-    __mul__ = __rmul__ = _refused("*")
-    __truediv__ = __rtruediv__ = _refused("/")
-    __matmul__ = __rmatmul__ = _refused("@")
-    __getitem__ = _refused("indexing")
+    __radd__ = refused("+")
+    __sub__ = __rsub__ = __neg__ = refused("-")
+    __mul__ = __rmul__ = refused("*")
+    __truediv__ = __rtruediv__ = refused("/")
+    __matmul__ = __rmatmul__ = refused("@")
+    __getitem__ = refused("indexing")
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"{name!r}: the output of {self.__dict__.get('source')} is a partial sum, not a tensor")
@@ -75,5 +76,5 @@ class Partial:
         for value in (*args, *(kwargs or {}).values()):
             for item in value if isinstance(value, list | tuple) else (value,):  # torch.cat takes a list
                 if isinstance(item, Partial):
-                    item._refuse(getattr(func, "__name__", str(func)))
+                    item.refuse(getattr(func, "__name__", str(func)))
         raise LayoutError(f"{func} does not take a partial sum")

@@ -100,7 +100,7 @@ class HeadSplit:
 
 
 def check_heads(num_attention_heads: int, tp_size: int) -> None:
+    """Raises SplitError unless every rank gets a query head."""
     if not 1 <= tp_size <= num_attention_heads:
-        raise SplitError(
-            f"num_attention_heads={num_attention_heads} cannot be split over tp_size={tp_size}; use 1 to {num_attention_heads}"
-        )
+        legal = "1" if num_attention_heads == 1 else f"1 to {num_attention_heads}"
+        raise SplitError(f"num_attention_heads={num_attention_heads} cannot be split over tp_size={tp_size}; use {legal}")

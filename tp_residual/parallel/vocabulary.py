@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from tp_residual.errors import RequestError
+from tp_residual.errors import GenerationError, RequestError
 from tp_residual.parallel.blocks import ParameterBlock, split_blocks
 from tp_residual.parallel.collectives import last_dim_shard_to_invariant
 from tp_residual.parallel.group import TensorParallelGroup
-from tp_residual.parallel.linear import _check_input, _parameter
+from tp_residual.parallel.linear import check_input, uninitialized
 from tp_residual.parallel.partial import Partial
 from tp_residual.parallel.splits import Split
 
@@ -28,7 +28,7 @@ class VocabParallelEmbedding(nn.Module):
     def __init__(self, split: Split, hidden_size: int, group: TensorParallelGroup, *, name: str, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.split, self.hidden_size, self.group, self.name = split, hidden_size, group, name
-        self.weight = _parameter(split.size(group.rank), hidden_size, dtype=dtype, group=group)
+        self.weight = uninitialized(split.size(group.rank), hidden_size, dtype=dtype, group=group)
 
     def forward(self, token_ids: Int[Tensor, " tokens"]) -> Partial:
         start, stop = self.split.ranges[self.group.rank]
@@ -61,10 +61,10 @@ class VocabParallelHead(nn.Module):
     ) -> None:
         super().__init__()
         self.split, self.hidden_size, self.group, self.tied = split, hidden_size, group, tied_to is not None
-        self.weight = tied_to.weight if tied_to is not None else _parameter(split.size(group.rank), hidden_size, dtype=dtype, group=group)
+        self.weight = tied_to.weight if tied_to is not None else uninitialized(split.size(group.rank), hidden_size, dtype=dtype, group=group)
 
     def forward(self, x: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows local_vocab"]:
-        _check_input(x, self.hidden_size, "VocabParallelHead", ("lm_head",))
+        check_input(x, self.hidden_size, "VocabParallelHead", ("lm_head",))
         return F.linear(x, self.weight)
 
     def gather(self, local_logits: Float[Tensor, "rows local_vocab"], *, tag: str = "logits") -> Float[Tensor, "rows vocab"]:
@@ -89,7 +89,7 @@ def vocab_parallel_argmax(
     """Greedy ids `[rows]`, the same on every rank by construction: all choose from the same gathered candidates.
 
     Ties go to the lowest id. One all-gather of (logit, id, checksum) a row, in fp64, which holds each exactly. checksum: any integer
-    below 2**53 that all ranks must agree on (the tokens so far); a rank that differs is named. Raises RuntimeError on every rank
+    below 2**53 that all ranks must agree on (the tokens so far); a rank that differs is named. Raises GenerationError on every rank
     when they disagree or a logit is NaN.
     """
     start, stop = split.ranges[group.rank]
@@ -106,9 +106,9 @@ def vocab_parallel_argmax(
     value, ids, checksums = candidate.unbind(-1)
     if not bool((checksums == checksums[0, 0]).all()):
         theirs = [int(c) for c in checksums[:, 0]] if rows else []
-        raise RuntimeError(f"ranks disagree about the tokens generated so far (checksums by rank: {theirs}); stopping before they drift further")
+        raise GenerationError(f"ranks disagree about the tokens generated so far (checksums by rank: {theirs}); stopping before they drift further")
     if bool(value.isnan().any()):
         ranks = sorted({int(r) for r in value.isnan().nonzero()[:, 0]})
-        raise RuntimeError(f"logits are NaN on rank {ranks}; the weights or the dtype cannot represent this model (try --dtype float32)")
+        raise GenerationError(f"logits are NaN on rank {ranks}; the weights or the dtype cannot represent this model (try --dtype float32)")
     best = value.max(dim=0).values
     return ids.where(value == best, float(split.total)).min(dim=0).values.long()

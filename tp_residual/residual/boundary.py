@@ -210,7 +210,7 @@ class Boundary:
             reasons = [reason for request in requests if (reason := executor.supports(request, self.group))]
             if not reasons:
                 mode = "sequence parallel" if self.sequence_parallel else "tensor parallel"
-                if self.group.rank == 0:
+                if self.group.rank == 0 and self.group.size > 1:
                     logger.info("boundary: %s (%s, stream %s)", name, mode, str(self.stream_dtype).removeprefix("torch."))
                 return executor
             if choice != "auto":

@@ -1,0 +1,41 @@
+"""The command line: arguments to library calls. Commands are imported when they are called, so that checks come before torch."""
+
+import os
+import sys
+import traceback
+
+from tp_residual.cli.arguments import parse
+from tp_residual.cli.launch import leave, under_launcher
+from tp_residual.errors import CollectiveError, GenerationError, UserError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """0, or a message on stderr and 2 for what the caller can put right, 1 for what failed on the way.
+
+    Under a launcher a failed rank leaves at once: the interpreter's own exit can wait for a collective that never returns.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    arguments = parse(argv)
+    try:
+        from tp_residual.cli import generate
+
+        generate.main(arguments, argv)
+        return 0
+    except UserError as error:
+        code = _say(str(error), 2)
+    except (CollectiveError, GenerationError) as error:
+        code = _say(str(error), 1)
+    except KeyboardInterrupt:
+        code = 130
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    if under_launcher():
+        leave(code)
+    return code
+
+
+def _say(message: str, code: int) -> int:
+    rank = f" (rank {os.environ['RANK']})" if under_launcher() else ""
+    print(f"tp_residual: error{rank}: {message}", file=sys.stderr, flush=True)
+    return code

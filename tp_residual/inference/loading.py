@@ -1,0 +1,46 @@
+"""From a model directory to a model whose every element has been read: this rank's share of it and no more."""
+
+from collections.abc import Callable
+from os import PathLike
+
+import torch
+
+from tp_residual.checkpoint.files import CheckpointFiles
+from tp_residual.checkpoint.load import LoadReport, load_checkpoint, plan_load
+from tp_residual.model.config import ModelConfig
+from tp_residual.model.decoder import CausalLM
+from tp_residual.parallel.blocks import parameter_blocks
+from tp_residual.parallel.group import TensorParallelGroup
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def load_model(
+    model_dir: str | PathLike[str],
+    group: TensorParallelGroup,
+    *,
+    dtype: torch.dtype | None = None,
+    stream_dtype: torch.dtype | None = None,
+    sequence_parallel: str = "off",
+    boundary: str = "auto",
+    round_reduced: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[CausalLM, LoadReport]:
+    """dtype: of the weights, the checkpoint's config unless given; the other options as in `CausalLM`. progress(bytes done, bytes).
+
+    Raises ConfigError, SplitError or CheckpointError on every rank, before a weight is read.
+    """
+    config = ModelConfig.from_dir(model_dir)
+    files = CheckpointFiles.open(model_dir)
+    model = CausalLM(
+        config,
+        group,
+        dtype=dtype or getattr(torch, config.dtype or "float32"),
+        stream_dtype=stream_dtype,
+        sequence_parallel=sequence_parallel,
+        boundary=boundary,
+        round_reduced=round_reduced,
+    )
+    tied = config.tie_word_embeddings
+    plan = plan_load(parameter_blocks(model), files, tied_head=HEAD if tied else None, tied_to=EMBEDDING if tied else None)
+    return model, load_checkpoint(plan, progress=progress)

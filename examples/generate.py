@@ -12,7 +12,9 @@ from tp_residual.parallel.group import TensorParallelGroup
 
 model_dir = sys.argv[1]
 dist.init_process_group("gloo")
-group = TensorParallelGroup.from_world()  # or .from_ranks([...]) for some of the ranks, or .single() without torch.distributed
+group = (
+    TensorParallelGroup.from_world()
+)  # or .from_ranks([...]) for some of the ranks, or .single() without torch.distributed
 model, report = load_model(model_dir, group, sequence_parallel="auto")
 tokenizer = Tokenizer.from_dir(model_dir)
 prompts = [tokenizer.encode("The capital of France is"), tokenizer.encode("2, 4, 6, 8,")]

@@ -34,7 +34,9 @@ def rank_order_sum(tokens: int, size: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(total)
 
 
-def contract_of(tokens: int, size: int, dtype: torch.dtype, stream_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def contract_of(
+    tokens: int, size: int, dtype: torch.dtype, stream_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Two writes to a stream, each read with a norm, computed on one process: (the residual, the last normed value)."""
     update = rank_order_sum(tokens, size, dtype)
     residual = add(None, update, stream_dtype)
@@ -50,7 +52,9 @@ def bias_of(dtype: torch.dtype) -> torch.Tensor:
     return summand(1, 91, torch.float32)[0].to(dtype)
 
 
-def norm_module(group: TensorParallelGroup, dtype: torch.dtype, hidden: int = HIDDEN, *, partial: bool = False) -> RMSNorm:
+def norm_module(
+    group: TensorParallelGroup, dtype: torch.dtype, hidden: int = HIDDEN, *, partial: bool = False
+) -> RMSNorm:
     module = RMSNorm(hidden, SPEC, group, partial_gradient=partial, dtype=dtype)
     with torch.no_grad():
         module.weight.copy_(summand(1, 90, torch.float32, hidden)[0])
@@ -58,13 +62,34 @@ def norm_module(group: TensorParallelGroup, dtype: torch.dtype, hidden: int = HI
 
 
 def bitwise_body(group: TensorParallelGroup) -> None:
-    for dtype, stream_dtype in ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)):
+    for dtype, stream_dtype in (
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+    ):
         module = norm_module(group, dtype)
-        for tokens in (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 33, 3000):  # 3000: past the size up to which everything is gathered at once
+        for tokens in (
+            0,
+            1,
+            2,
+            3,
+            4,
+            5,
+            6,
+            7,
+            8,
+            9,
+            33,
+            3000,
+        ):  # 3000: past the size up to which everything is gathered at once
             expected_residual, expected_y = contract_of(tokens, group.size, dtype, stream_dtype)
             for sequence_parallel in (False, True):
                 boundary = Boundary(
-                    group, "reference", sequence_parallel=sequence_parallel, stream_dtype=stream_dtype, output_dtype=dtype
+                    group,
+                    "reference",
+                    sequence_parallel=sequence_parallel,
+                    stream_dtype=stream_dtype,
+                    output_dtype=dtype,
                 )
                 value = summand(tokens, group.rank, dtype)
                 x, stream = Stream.start(Partial(value, group, "embed"), boundary).read(module)
@@ -88,7 +113,9 @@ def library_body(group: TensorParallelGroup) -> float:
     for sequence_parallel in (False, True):
         for tokens in (5, 33):
             boundary = Boundary(group, "library", sequence_parallel=sequence_parallel)
-            _, stream = Stream.start(Partial(summand(tokens, group.rank, torch.float32), group, "embed"), boundary).read(module)
+            _, stream = Stream.start(
+                Partial(summand(tokens, group.rank, torch.float32), group, "embed"), boundary
+            ).read(module)
             expected = rank_order_sum(tokens, group.size, torch.float32)
             magnitude = sum(summand(tokens, rank, torch.float32).abs() for rank in range(group.size))
             got = stream.replicated()
@@ -124,7 +151,11 @@ def precision_body(group: TensorParallelGroup, choice: str) -> None:
     value = torch.full((3, HIDDEN), 256.0 if group.rank == 0 else 0.75, dtype=torch.bfloat16)
     module = norm_module(group, torch.bfloat16)
     for sequence_parallel in (False, True):
-        options = {"sequence_parallel": sequence_parallel, "stream_dtype": torch.bfloat16, "output_dtype": torch.bfloat16}
+        options = {
+            "sequence_parallel": sequence_parallel,
+            "stream_dtype": torch.bfloat16,
+            "output_dtype": torch.bfloat16,
+        }
         boundary = Boundary(group, choice, **options)
         _, stream = Stream.start(Partial(value, group, "embed"), boundary).read(module)
         assert torch.equal(stream.replicated(), torch.full((3, HIDDEN), 262.0, dtype=torch.bfloat16))
@@ -147,7 +178,9 @@ def rounding_body(group: TensorParallelGroup) -> None:
         boundary = Boundary(group, "reference", stream_dtype=dtype, output_dtype=dtype, round_reduced=round_reduced)
         seed = Partial(start if group.rank == 0 else torch.zeros_like(start), group, "embed")
         _, stream = Stream.start(seed, boundary).read(norm_module(group, dtype))
-        _, stream = stream.write(Partial(summand(tokens, group.rank, dtype), group, "mlp")).read(norm_module(group, dtype))
+        _, stream = stream.write(Partial(summand(tokens, group.rank, dtype), group, "mlp")).read(
+            norm_module(group, dtype)
+        )
         update = total.to(dtype).float() if round_reduced else total
         assert torch.equal(stream.replicated(), (start.float() + update).to(dtype))
 
@@ -163,12 +196,20 @@ def tiny_updates_body(group: TensorParallelGroup) -> None:
     for sequence_parallel in (False, True):
         for stream_dtype, expected in ((torch.float32, 260.0), (torch.bfloat16, 256.0)):
             boundary = Boundary(
-                group, "reference", sequence_parallel=sequence_parallel, stream_dtype=stream_dtype, output_dtype=torch.bfloat16
+                group,
+                "reference",
+                sequence_parallel=sequence_parallel,
+                stream_dtype=stream_dtype,
+                output_dtype=torch.bfloat16,
             )
-            stream = Stream.start(Partial(torch.full((5, HIDDEN), 256.0 / group.size, dtype=torch.bfloat16), group, "embed"), boundary)
+            stream = Stream.start(
+                Partial(torch.full((5, HIDDEN), 256.0 / group.size, dtype=torch.bfloat16), group, "embed"), boundary
+            )
             y, stream = stream.read(module)
             for _ in range(16):
-                assert stream.residual is not None and stream.residual.dtype == stream_dtype and y.dtype == torch.bfloat16
+                assert (
+                    stream.residual is not None and stream.residual.dtype == stream_dtype and y.dtype == torch.bfloat16
+                )
                 y, stream = stream.write(tiny).read(module)
             assert torch.equal(stream.replicated(), torch.full((5, HIDDEN), expected, dtype=stream_dtype))
 
@@ -193,8 +234,20 @@ def gradient_body(group: TensorParallelGroup, choice: str, sequence_parallel: bo
         # every leaf is invariant; each rank takes its share of the first summand, as a row-parallel linear would
         column = torch.ops.tp_residual.invariant_to_column_input if group.size > 1 else None
         enter = (lambda t: column(t, group.handle, "enter", 0, [], True)) if column else (lambda t: t)
-        norm_leaf = enter if sequence_parallel else (lambda t: t)  # a norm weight's gradient is partial over token shards
-        residual, x = run_boundary(boundary, tokens, None, Partial(enter(first) * share, group, "a"), norm_leaf(w1), None, SPEC, "gathered", "n1")
+        norm_leaf = (
+            enter if sequence_parallel else (lambda t: t)
+        )  # a norm weight's gradient is partial over token shards
+        residual, x = run_boundary(
+            boundary,
+            tokens,
+            None,
+            Partial(enter(first) * share, group, "a"),
+            norm_leaf(w1),
+            None,
+            SPEC,
+            "gathered",
+            "n1",
+        )
         update = Partial(torch.tanh(x @ mixing) + enter(second) * share, group, "b", norm_leaf(b))
         residual, _ = run_boundary(boundary, tokens, residual, update, norm_leaf(w2), None, SPEC, "gathered", "n2")
         stream = Stream(boundary, tokens, residual, None)
@@ -203,7 +256,9 @@ def gradient_body(group: TensorParallelGroup, choice: str, sequence_parallel: bo
     for index, leaf in enumerate(leaves):
         leaf.requires_grad_(index != 3)  # w2 feeds only the normed output, which this function leaves unused
     assert torch.autograd.gradcheck(run, leaves, atol=1e-6)
-    assert torch.autograd.gradgradcheck(run, leaves, atol=1e-5, fast_mode=True)  # random projections: each entry costs a collective
+    assert torch.autograd.gradgradcheck(
+        run, leaves, atol=1e-5, fast_mode=True
+    )  # random projections: each entry costs a collective
 
 
 @pytest.mark.parametrize(("size", "choice"), [(1, "reference"), (2, "reference"), (2, "library"), (3, "reference")])
@@ -237,7 +292,9 @@ def no_residual_body(group: TensorParallelGroup) -> None:
 
     boundary = Boundary(group, "reference", sequence_parallel=True)
     with nan_filled_memory():
-        y, stream = Stream.start(Partial(summand(5, group.rank, torch.float32), group, "embed"), boundary).read(norm_module(group, torch.float32))
+        y, stream = Stream.start(Partial(summand(5, group.rank, torch.float32), group, "embed"), boundary).read(
+            norm_module(group, torch.float32)
+        )
     assert torch.equal(stream.replicated(), rank_order_sum(5, group.size, torch.float32))
     assert y.isfinite().all()
 
@@ -277,10 +334,14 @@ class Fussy(PlainExecutor):
         return "it has no norm of eps 0.5" if request.norm is not None and request.norm.eps == 0.5 else None
 
 
-def test_forced_choice_fails_and_automatic_choice_falls_back(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_forced_choice_fails_and_automatic_choice_falls_back(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     group = TensorParallelGroup.single()
     monkeypatch.setitem(boundary_module.EXECUTORS, "library", Fussy("library", ordered=False))
-    with pytest.raises(UserError, match="boundary='library' cannot run here: it has no norm of eps 0.5; use --boundary auto"):
+    with pytest.raises(
+        UserError, match=r"boundary='library' cannot run here: it has no norm of eps 0.5; use --boundary auto"
+    ):
         Boundary(group, "library", norms=(NormSpec(0.5),))
     assert Boundary(group, "library", norms=(SPEC,)).executor.name == "library"
     group.device = torch.device("cuda")  # where auto prefers the library

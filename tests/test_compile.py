@@ -70,7 +70,10 @@ def compile_body(group: TensorParallelGroup) -> None:
             layers.zero_grad()
             value = hostile_values(TOKENS, HIDDEN, seed=7, rank=group.rank, dtype=torch.float32).requires_grad_()
             residual, y = function(layers, boundary, value)
-            cotangents = [hostile_values(*t.shape, seed=8 + i, rank=group.rank, dtype=torch.float32) for i, t in enumerate((residual, y))]
+            cotangents = [
+                hostile_values(*t.shape, seed=8 + i, rank=group.rank, dtype=torch.float32)
+                for i, t in enumerate((residual, y))
+            ]
             torch.autograd.backward((residual, y), cotangents)
             gradients.append([value.grad, *(parameter.grad.clone() for parameter in layers.parameters())])
         for ours, eager in zip(*gradients, strict=True):
@@ -97,11 +100,18 @@ def opcheck_body(group: TensorParallelGroup) -> None:
         arguments = (*values, None, TOKENS, boundary.handle, "gathered", "rms", 1e-5, 0.0, False, "tag")
         torch.library.opcheck(torch.ops.tp_residual.boundary.default, arguments)
     x = hostile_values(4, 6, seed=1, rank=group.rank, dtype=torch.float32).requires_grad_()
-    for name, sizes in (("partial_to_invariant", []), ("invariant_to_column_input", []), ("partial_to_shard", [3, 1]), ("invariant_to_shard", [3, 1])):
+    for name, sizes in (
+        ("partial_to_invariant", []),
+        ("invariant_to_column_input", []),
+        ("partial_to_shard", [3, 1]),
+        ("invariant_to_shard", [3, 1]),
+    ):
         torch.library.opcheck(getattr(torch.ops.tp_residual, name).default, (x, group.handle, "tag", 0, sizes, True))
     shard = x[: [3, 1][group.rank]].detach().requires_grad_()
     for name in ("shard_to_column_input", "shard_to_invariant"):
-        torch.library.opcheck(getattr(torch.ops.tp_residual, name).default, (shard, group.handle, "tag", 0, [3, 1], True))
+        torch.library.opcheck(
+            getattr(torch.ops.tp_residual, name).default, (shard, group.handle, "tag", 0, [3, 1], True)
+        )
 
 
 def check(name: str) -> None:

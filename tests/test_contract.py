@@ -68,14 +68,20 @@ def test_weight_after_cast_rounds_before_the_weight() -> None:
     expected = torch.from_numpy(numpy_norm(x.float().numpy(), ones, None, NormSpec(1e-5))).bfloat16() * weight
     got = norm(x, weight, None, NormSpec(1e-5, weight_after_cast=True), torch.bfloat16)
     assert torch.equal(got, expected)
-    assert not torch.equal(got, norm(x, weight, None, NormSpec(1e-5), torch.bfloat16))  # the orders are not the same thing
+    assert not torch.equal(
+        got, norm(x, weight, None, NormSpec(1e-5), torch.bfloat16)
+    )  # the orders are not the same thing
 
 
 def test_norms_agree_with_torch_in_fp64() -> None:
     x, w, b = (random(*shape, seed=3 + i, dtype=torch.float64) for i, shape in enumerate([(6, 100), (100,), (100,)]))
     # 1e-13: fp64 epsilon 2e-16 times the 100 terms of a row sum in another order
-    torch.testing.assert_close(norm(x, w, None, NormSpec(1e-5), x.dtype), F.rms_norm(x, (100,), w, 1e-5), rtol=1e-13, atol=1e-13)
-    torch.testing.assert_close(norm(x, w, b, NormSpec(1e-5, "layer"), x.dtype), F.layer_norm(x, (100,), w, b, 1e-5), rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(
+        norm(x, w, None, NormSpec(1e-5), x.dtype), F.rms_norm(x, (100,), w, 1e-5), rtol=1e-13, atol=1e-13
+    )
+    torch.testing.assert_close(
+        norm(x, w, b, NormSpec(1e-5, "layer"), x.dtype), F.layer_norm(x, (100,), w, b, 1e-5), rtol=1e-13, atol=1e-13
+    )
 
 
 @pytest.mark.parametrize("spec", [NormSpec(1e-3), NormSpec(1e-3, weight_offset=1.0), NormSpec(1e-3, "layer")])
@@ -86,8 +92,12 @@ def test_norm_backward_is_the_derivative(spec: NormSpec) -> None:
     expected = torch.autograd.grad(norm(x, w, b, spec, x.dtype), leaves, grad)
     got = [t for t in norm_backward(grad, x, w, b, spec) if t is not None]
     for ours, theirs in zip(got, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)  # two formulas, cancelling terms of size ~10 in fp64
-    assert torch.autograd.gradcheck(lambda *a: norm_backward(a[0], a[1], a[2], b, spec)[:2], (grad.requires_grad_(), x, w))
+        torch.testing.assert_close(
+            ours, theirs, rtol=1e-11, atol=1e-11
+        )  # two formulas, cancelling terms of size ~10 in fp64
+    assert torch.autograd.gradcheck(
+        lambda *a: norm_backward(a[0], a[1], a[2], b, spec)[:2], (grad.requires_grad_(), x, w)
+    )
 
 
 def test_the_add_is_wide_and_rounds_once() -> None:

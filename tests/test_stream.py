@@ -1,5 +1,7 @@
 """The stream as a value: what may be done with it, what raises by name, and that watching or recomputing changes nothing."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -29,7 +31,9 @@ class Block(nn.Module):
         super().__init__()
         features = Split.even(INNER, group.size)
         double = torch.float64
-        self.norm = RMSNorm(HIDDEN, NormSpec(1e-5), group, partial_gradient=sequence_parallel, name=f"{name}.norm", dtype=double)
+        self.norm = RMSNorm(
+            HIDDEN, NormSpec(1e-5), group, partial_gradient=sequence_parallel, name=f"{name}.norm", dtype=double
+        )
         self.up = ColumnParallelLinear(HIDDEN, {"up": features}, group, bias=True, dtype=double)
         self.down = RowParallelLinear(
             features, HIDDEN, group, bias=True, sequence_parallel=sequence_parallel, name=f"{name}.down", dtype=double
@@ -52,8 +56,12 @@ def blocks_of(group: TensorParallelGroup, *, sequence_parallel: bool) -> nn.Modu
     return modules
 
 
-def start(group: TensorParallelGroup, *, sequence_parallel: bool = False, tokens: int = TOKENS, requires_grad: bool = False) -> Stream:
-    boundary = Boundary(group, "reference", sequence_parallel=sequence_parallel, stream_dtype=torch.float64, output_dtype=torch.float64)
+def start(
+    group: TensorParallelGroup, *, sequence_parallel: bool = False, tokens: int = TOKENS, requires_grad: bool = False
+) -> Stream:
+    boundary = Boundary(
+        group, "reference", sequence_parallel=sequence_parallel, stream_dtype=torch.float64, output_dtype=torch.float64
+    )
     value = hostile_values(tokens, HIDDEN, seed=1, rank=group.rank).requires_grad_(requires_grad)
     return Stream.start(Partial(value, group, "embed"), boundary)
 
@@ -121,8 +129,13 @@ def taps_body(group: TensorParallelGroup) -> None:
     for sequence_parallel in (False, True):
         modules = blocks_of(group, sequence_parallel=sequence_parallel)
         seen: list[tuple[Site, Partial | None, torch.Tensor, torch.Tensor | None]] = []
-        watched, plain = start(group, sequence_parallel=sequence_parallel), start(group, sequence_parallel=sequence_parallel)
-        watched = Stream(watched.boundary, watched.tokens, None, watched.owed, (lambda *call: seen.append(call),))
+        watched, plain = (
+            start(group, sequence_parallel=sequence_parallel),
+            start(group, sequence_parallel=sequence_parallel),
+        )
+        watched = Stream(
+            watched.boundary, watched.tokens, None, watched.owed, (lambda *call, seen=seen: seen.append(call),)
+        )
         for block in modules:
             watched, plain = block(watched), block(plain)
         watched, plain = watched.complete(), plain.complete()
@@ -132,10 +145,14 @@ def taps_body(group: TensorParallelGroup) -> None:
             "embed -> block0.norm", "block0.down -> block1.norm", "block1.down -> block2.norm", "block2.down -> raw",
         ]  # fmt: skip
         # what a tap sees is enough to check the boundary: residual after = residual before + completed update
-        for (_, _, before, _), (_, partial, after, _) in zip(seen, seen[1:], strict=False):
+        for (_, _, before, _), (_, partial, after, _) in itertools.pairwise(seen):
             assert partial is not None
             split = watched.boundary.token_split(TOKENS)
-            update = partial_to_token_shard(partial, split, tag="tap") if sequence_parallel else partial_to_invariant(partial, tag="tap")
+            update = (
+                partial_to_token_shard(partial, split, tag="tap")
+                if sequence_parallel
+                else partial_to_invariant(partial, tag="tap")
+            )
             assert relative_error(after, before + update) < 1e-14
 
 
@@ -151,9 +168,13 @@ def cut_body(group: TensorParallelGroup) -> None:
     received = Stream.resume(sent.residual, 6, sent.layout, sent.boundary)
     assert torch.equal(modules[1](received).complete().replicated(), modules[1](sent).complete().replicated())
     replicated = start(group).boundary
-    with pytest.raises(LayoutError, match="the received residual is token_sharded, this boundary keeps its stream replicated"):
+    with pytest.raises(
+        LayoutError, match="the received residual is token_sharded, this boundary keeps its stream replicated"
+    ):
         Stream.resume(sent.residual, 3, Layout.TOKEN_SHARDED, replicated)
-    with pytest.raises(LayoutError, match="a replicated stream of 6 tokens holds 6 of them on rank . of 2, and this residual has 3"):
+    with pytest.raises(
+        LayoutError, match=r"a replicated stream of 6 tokens holds 6 of them on rank . of 2, and this residual has 3"
+    ):
         Stream.resume(sent.residual, 6, Layout.REPLICATED, replicated)
 
 
@@ -176,19 +197,30 @@ def misuse_body(group: TensorParallelGroup) -> None:
         with expect_collectives(group), pytest.raises((LayoutError, AttributeError), match=message):
             call()
 
-    refused(r"read\(block0.norm\) on a stream that read\(block0.norm\) has used already", lambda: stream.read(block.norm))
+    refused(
+        r"read\(block0.norm\) on a stream that read\(block0.norm\) has used already", lambda: stream.read(block.norm)
+    )
     refused(r"write\(block0.down\) on a stream that read\(block0.norm\) has used already", lambda: stream.write(update))
     refused(r"Stream.write\(\) takes the Partial .* got a tensor of shape \[5, 12\]", lambda: after.write(tensor))
     refused(r"Stream.start\(\) takes the Partial", lambda: Stream.start(tensor, after.boundary))
-    refused(r"partial_to_invariant\(\) takes the Partial .* must not be summed again", lambda: partial_to_invariant(tensor, tag="t"))
+    refused(
+        r"partial_to_invariant\(\) takes the Partial .* must not be summed again",
+        lambda: partial_to_invariant(tensor, tag="t"),
+    )
     refused(r"\+ on the output of block0.down", lambda: update + tensor)
     refused(r"add on the output of block0.down", lambda: tensor + update)
     refused(r"\+ on the output of block0.down", lambda: update + 1)
     refused(r"rms_norm on the output of block0.down", lambda: F.rms_norm(update, (HIDDEN,)))
-    refused(r"linear on the output of block0.down|ColumnParallelLinear\(up\) on the output of block0.down", lambda: block.up(update))
+    refused(
+        r"linear on the output of block0.down|ColumnParallelLinear\(up\) on the output of block0.down",
+        lambda: block.up(update),
+    )
     refused(r"\* on the output of block0.down", lambda: update * 2)
     refused(r"'float': the output of block0.down is a partial sum", lambda: update.float())
-    refused(r"block0.down wrote 3 tokens to a stream of 5", lambda: after.write(Partial(update.value[:3], group, "block0.down")))
+    refused(
+        r"block0.down wrote 3 tokens to a stream of 5",
+        lambda: after.write(Partial(update.value[:3], group, "block0.down")),
+    )
     refused(
         r"block0.down wrote \[5, 7\] on cpu to a residual of \[5, 12\]",
         lambda: after.write(Partial(update.value[:, :7], group, "block0.down")),
@@ -198,7 +230,10 @@ def misuse_body(group: TensorParallelGroup) -> None:
     refused("they need the same shape and the same group", lambda: update + Partial(update.value[:3], group, "x"))
     written = after.write(update)
     refused("still owes the update of block0.down", written.replicated)
-    refused("residual dtype torch.float32 is not the stream's torch.float64", lambda: Stream(after.boundary, TOKENS, tensor.float(), None))
+    refused(
+        "residual dtype torch.float32 is not the stream's torch.float64",
+        lambda: Stream(after.boundary, TOKENS, tensor.float(), None),
+    )
     refused("takes 12 features on this rank and got 7", lambda: block.up(tensor[:, :7]))
 
 

@@ -29,20 +29,47 @@ def _add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     prompts = command.add_argument_group("prompts (each may be repeated: one batch)")
     prompts.add_argument("--prompt", action="append", default=[], metavar="TEXT")
     prompts.add_argument("--prompt-ids", action="append", default=[], metavar="1,2,3", help="token ids instead of text")
-    prompts.add_argument("--chat", action="store_true", help="each --prompt is a user message in the model's chat template")
+    prompts.add_argument(
+        "--chat", action="store_true", help="each --prompt is a user message in the model's chat template"
+    )
     ends = command.add_argument_group("length")
     ends.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="(default 128)")
-    ends.add_argument("--min-new-tokens", type=int, default=0, metavar="N", help="no stop token before N tokens (default 0)")
+    ends.add_argument(
+        "--min-new-tokens", type=int, default=0, metavar="N", help="no stop token before N tokens (default 0)"
+    )
     ends.add_argument("--ignore-eos", action="store_true", help="go on after a stop token")
     layout = command.add_argument_group("layout and numerics")
-    layout.add_argument("--tp", type=int, metavar="N", help="tensor-parallel size (default: torchrun's world size, or 1)")
-    layout.add_argument("--sequence-parallel", choices=("off", "on", "auto"), default="auto", help="shard the stream by tokens (default auto)")
-    layout.add_argument("--boundary", choices=("auto", "reference", "library"), default="auto", help="who completes the sums (default auto)")
+    layout.add_argument(
+        "--tp", type=int, metavar="N", help="tensor-parallel size (default: torchrun's world size, or 1)"
+    )
+    layout.add_argument(
+        "--sequence-parallel",
+        choices=("off", "on", "auto"),
+        default="auto",
+        help="shard the stream by tokens (default auto)",
+    )
+    layout.add_argument(
+        "--boundary",
+        choices=("auto", "reference", "library"),
+        default="auto",
+        help="who completes the sums (default auto)",
+    )
     layout.add_argument("--dtype", choices=DTYPES, help="of the weights (default: the checkpoint's)")
     layout.add_argument("--stream-dtype", choices=DTYPES, help="of the residual stream (default: the weights')")
-    layout.add_argument("--round-reduced", action="store_true", help="round each sum before the add, as a plain all-reduce does")
+    layout.add_argument(
+        "--round-reduced", action="store_true", help="round each sum before the add, as a plain all-reduce does"
+    )
     machine = command.add_argument_group("machine")
-    machine.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda when each local rank has a GPU (default auto)")
-    machine.add_argument("--threads", type=int, metavar="N", help="CPU threads a rank (default: usable cores / local ranks)")
-    machine.add_argument("--timeout", type=float, default=300.0, metavar="S", help="limit of every wait in seconds (default 300)")
+    machine.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="cuda when each local rank has a GPU (default auto)",
+    )
+    machine.add_argument(
+        "--threads", type=int, metavar="N", help="CPU threads a rank (default: usable cores / local ranks)"
+    )
+    machine.add_argument(
+        "--timeout", type=float, default=300.0, metavar="S", help="limit of every wait in seconds (default 300)"
+    )
     command.add_argument("--json", action="store_true", help="one JSON object a prompt instead of text")

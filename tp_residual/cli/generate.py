@@ -90,8 +90,10 @@ def run(job: Job, arguments: argparse.Namespace) -> None:
     began = time.perf_counter()
     torch.set_num_threads(threads_per_rank(arguments.threads))
     group = open_group(arguments.device, arguments.timeout)
-    group.require_agreement("the command", json.dumps([vars(arguments), repr(job.config)], sort_keys=True))
-    prompts: list[list[int]] = json.loads(group.share("prompts", json.dumps(job.prompts))[0])  # rank 0's: a chat template may read the clock
+    group.require_agreement("the command", vars(arguments) | {"config.json": job.config})
+    prompts: list[list[int]] = json.loads(
+        group.share("prompts", json.dumps(job.prompts))[0]
+    )  # rank 0's: a chat template may read the clock
     if group.rank == 0:
         for warning in job.config.warnings:
             print(f"tp_residual: warning: {warning}", file=sys.stderr)

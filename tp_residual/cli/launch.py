@@ -37,8 +37,19 @@ def resolve_tp(requested: int | None) -> int:
 
 def relaunch(argv: list[str], tp_size: int) -> NoReturn:
     """Become torchrun with `tp_size` ranks of the same command on this machine."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its own number; unset, torchrun prints a warning about it
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(tp_size), "-m", "tp_residual", *argv]
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", "1"
+    )  # each rank sets its own number; unset, torchrun prints a warning about it
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(tp_size),
+        "-m",
+        "tp_residual",
+        *argv,
+    ]
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, *command])
@@ -77,7 +88,9 @@ def open_group(device: str, timeout_s: float) -> TensorParallelGroup:
     try:
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=limit)
     except RuntimeError as error:
-        raise CollectiveError(f"rank {os.environ['RANK']} could not reach its peers within {timeout_s:g} s: {error}") from error
+        raise CollectiveError(
+            f"rank {os.environ['RANK']} could not reach its peers within {timeout_s:g} s: {error}"
+        ) from error
     group = TensorParallelGroup.from_world(device=place, timeout_s=timeout_s)
     _report_on_sigterm(group)
     return group
@@ -103,11 +116,15 @@ def _report_on_sigterm(group: TensorParallelGroup) -> None:
     def watch() -> None:
         while received := readable.recv(1):
             if received[0] == signal.SIGTERM:
-                os.write(2, f"tp_residual: rank {group.rank} of {group.size} ended by SIGTERM: {group.record}\n".encode())
+                os.write(
+                    2, f"tp_residual: rank {group.rank} of {group.size} ended by SIGTERM: {group.record}\n".encode()
+                )
                 os._exit(128 + signal.SIGTERM)
 
     group_sockets.extend((readable, writable))
     threading.Thread(target=watch, name="tp_residual-sigterm", daemon=True).start()
 
 
-group_sockets: list[socket.socket] = []  # kept open for the life of the process: a closed wake-up socket would lose the signal
+group_sockets: list[
+    socket.socket
+] = []  # kept open for the life of the process: a closed wake-up socket would lose the signal

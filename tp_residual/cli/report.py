@@ -28,7 +28,9 @@ class LoadProgress:
             self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._bar is not None:
             self._bar.stop()
 
@@ -44,7 +46,9 @@ def print_table(
     config = model.config
     prefill, decode = model.boundary_for(timings.prefill_tokens), model.boundary_for(1)
     table = Table(show_header=False, title="tp_residual", title_justify="left")
-    table.add_row("model", f"{model_dir} ({config.model_type}, {config.num_hidden_layers} layers, hidden {config.hidden_size})")
+    table.add_row(
+        "model", f"{model_dir} ({config.model_type}, {config.num_hidden_layers} layers, hidden {config.hidden_size})"
+    )
     table.add_row("device", f"{group.device.type}, weights {_dtype(model.dtype)}, stream {_dtype(decode.stream_dtype)}")
     table.add_row("tp", str(group.size))
     table.add_row("mode", f"prefill {_mode(prefill.sequence_parallel)}, decode {_mode(decode.sequence_parallel)}")
@@ -53,11 +57,18 @@ def print_table(
     for rank, (query, key_value) in enumerate(zip(heads.query.ranges, heads.key_value.ranges, strict=True)):
         read, held = rank_bytes[rank]
         table.add_row(
-            f"rank {rank}", f"query heads {_run(query)}, KV heads {_run(key_value)}; read {_mb(read)}, holds {_mb(held)} of weights"
+            f"rank {rank}",
+            f"query heads {_run(query)}, KV heads {_run(key_value)}; read {_mb(read)}, holds {_mb(held)} of weights",
         )
     table.add_row("KV cache", f"{_mb(timings.kv_cache_bytes)} on rank 0")
-    table.add_row("prefill", f"{timings.prefill_tokens} tokens in {timings.prefill_s:.2f} s, {timings.prefill_tokens_per_s:.1f} tokens/s")
-    table.add_row("decode", f"{timings.decode_tokens} tokens in {timings.decode_s:.2f} s, {timings.decode_tokens_per_s:.1f} tokens/s")
+    table.add_row(
+        "prefill",
+        f"{timings.prefill_tokens} tokens in {timings.prefill_s:.2f} s, {timings.prefill_tokens_per_s:.1f} tokens/s",
+    )
+    table.add_row(
+        "decode",
+        f"{timings.decode_tokens} tokens in {timings.decode_s:.2f} s, {timings.decode_tokens_per_s:.1f} tokens/s",
+    )
     table.add_row("collectives", _collectives_per_layer(model, group))
     Console(stderr=True).print(table)
 

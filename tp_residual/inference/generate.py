@@ -1,6 +1,7 @@
 """Greedy generation for a batch of prompts of any lengths, on every rank alike."""
 
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -59,7 +60,8 @@ def generate(
     """Continue each prompt (token ids) greedily; all ranks of `group` call it with the same arguments and get the same result.
 
     on_token(index, token_id): called for each new token as it is chosen. timings: filled in, when given.
-    Raises RequestError, before any collective, for what `check_prompts` refuses; GenerationError on every rank when ranks disagree.
+    Raises RequestError, before any collective, for what `check_prompts` refuses; GenerationError on every rank when ranks
+    disagree in prompts, settings or tokens.
     """
     if model.group is not group:
         raise RequestError("the model was built on another group than the one given to generate(); pass model.group")
@@ -69,8 +71,10 @@ def generate(
     longest = max(len(prompt) for prompt in prompts) + settings.max_new_tokens
     cache = KVCache(model.config, group, rows=len(prompts), max_tokens=longest, dtype=model.dtype)
     timings.kv_cache_bytes = cache.nbytes
-    checksum = 0
     parts = [(row, 0, list(prompt)) for row, prompt in enumerate(prompts)]
+    checksum = zlib.crc32(
+        repr((parts, settings)).encode()
+    )  # ranks given other prompts or settings are noticed with the first token
     with torch.inference_mode():
         while parts:
             began = time.perf_counter()
@@ -97,7 +101,9 @@ def generate(
     return results
 
 
-def _forbid_early_stops(logits: Tensor, results: list[Generation], settings: GenerationSettings, model: CausalLM) -> None:
+def _forbid_early_stops(
+    logits: Tensor, results: list[Generation], settings: GenerationSettings, model: CausalLM
+) -> None:
     """Before min_new_tokens, stop tokens get -inf on the rank that holds them."""
     if settings.ignore_eos:
         return

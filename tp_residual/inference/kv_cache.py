@@ -38,7 +38,12 @@ class KVCache:
             values[row, :, context:end] = v[start:stop].transpose(0, 1)
 
     def attend(
-        self, layer: int, q: Float[Tensor, "tokens local_heads head_dim"], batch: TokenBatch, groups: HeadGroups, window: int | None
+        self,
+        layer: int,
+        q: Float[Tensor, "tokens local_heads head_dim"],
+        batch: TokenBatch,
+        groups: HeadGroups,
+        window: int | None,
     ) -> Float[Tensor, "tokens local_heads head_dim"]:
         keys, values = self._kv[layer]
         parts = []

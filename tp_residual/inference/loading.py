@@ -42,5 +42,7 @@ def load_model(
         round_reduced=round_reduced,
     )
     tied = config.tie_word_embeddings
-    plan = plan_load(parameter_blocks(model), files, tied_head=HEAD if tied else None, tied_to=EMBEDDING if tied else None)
+    plan = plan_load(
+        parameter_blocks(model), files, tied_head=HEAD if tied else None, tied_to=EMBEDDING if tied else None
+    )
     return model, load_checkpoint(plan, progress=progress)

@@ -23,7 +23,9 @@ class GenerationSettings:
         if self.max_new_tokens < 1:
             raise RequestError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
-            raise RequestError(f"min_new_tokens={self.min_new_tokens} must be between 0 and max_new_tokens={self.max_new_tokens}")
+            raise RequestError(
+                f"min_new_tokens={self.min_new_tokens} must be between 0 and max_new_tokens={self.max_new_tokens}"
+            )
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], config: ModelConfig, settings: GenerationSettings) -> None:

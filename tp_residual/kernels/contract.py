@@ -74,7 +74,9 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec, dtype: 
     if spec.weight_offset:
         scale = scale + spec.weight_offset
     if spec.weight_after_cast and dtype not in WIDE:
-        y = (y.to(dtype).float() * scale).to(dtype)  # one multiplication in fp32 rounded to 16 bits is the 16-bit multiplication
+        y = (y.to(dtype).float() * scale).to(
+            dtype
+        )  # one multiplication in fp32 rounded to 16 bits is the 16-bit multiplication
         return y if bias is None else (y.float() + bias.float()).to(dtype)
     y = y * scale
     if bias is not None:
@@ -103,7 +105,9 @@ def norm_backward(
     return d_x * r, d_weight, None if bias is None else grad.sum(0).to(bias.dtype)
 
 
-def add(residual: Tensor | None, update: Tensor | None, dtype: torch.dtype, *, round_update: torch.dtype | None = None) -> Tensor:
+def add(
+    residual: Tensor | None, update: Tensor | None, dtype: torch.dtype, *, round_update: torch.dtype | None = None
+) -> Tensor:
     """The stream after an update: `round(residual + update)`, added wide, rounded once to `dtype`.
 
     round_update: round the completed sum to this dtype before the add, as a plain all-reduce in that dtype does.

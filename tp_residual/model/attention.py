@@ -19,7 +19,13 @@ class Attention(nn.Module):
     """In: the normed stream as column input `[tokens, hidden]`. Out: this rank's heads' share of the update, a Partial."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, group: TensorParallelGroup, *, sequence_parallel: bool, dtype: torch.dtype
+        self,
+        config: ModelConfig,
+        layer: int,
+        group: TensorParallelGroup,
+        *,
+        sequence_parallel: bool,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
         heads = HeadSplit.of(config.num_attention_heads, config.num_key_value_heads, group.size)

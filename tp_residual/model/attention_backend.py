@@ -120,7 +120,12 @@ class AttentionBackend(Protocol):
         ...
 
     def attend(
-        self, layer: int, q: Float[Tensor, "tokens local_heads head_dim"], batch: TokenBatch, groups: HeadGroups, window: int | None
+        self,
+        layer: int,
+        q: Float[Tensor, "tokens local_heads head_dim"],
+        batch: TokenBatch,
+        groups: HeadGroups,
+        window: int | None,
     ) -> Float[Tensor, "tokens local_heads head_dim"]:
         """Attention over everything appended so far, this call's tokens included."""
         ...
@@ -139,6 +144,7 @@ class NoCache:
     def attend(self, layer: int, q: Tensor, batch: TokenBatch, groups: HeadGroups, window: int | None) -> Tensor:
         k, v = self._current.pop(layer)
         parts = [
-            attend_sequence(q[a:b], k[a:b].transpose(0, 1), v[a:b].transpose(0, 1), groups, window) for a, b, _, _ in batch.spans
+            attend_sequence(q[a:b], k[a:b].transpose(0, 1), v[a:b].transpose(0, 1), groups, window)
+            for a, b, _, _ in batch.spans
         ]
         return torch.cat(parts)

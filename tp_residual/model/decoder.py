@@ -32,7 +32,13 @@ class DecoderLayer(nn.Module):
     """One Pre-Norm layer (arXiv 2002.04745)."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, group: TensorParallelGroup, *, sequence_parallel: bool, dtype: torch.dtype
+        self,
+        config: ModelConfig,
+        layer: int,
+        group: TensorParallelGroup,
+        *,
+        sequence_parallel: bool,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
         spec = NormSpec(config.rms_norm_eps, weight_after_cast=config.weight_after_cast)
@@ -56,10 +62,14 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Everything below the head; parameter names as in the checkpoint's `model.`"""
 
-    def __init__(self, config: ModelConfig, group: TensorParallelGroup, *, sequence_parallel: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, group: TensorParallelGroup, *, sequence_parallel: bool, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         vocabulary = Split.even(config.vocab_size, group.size)
-        self.embed_tokens = VocabParallelEmbedding(vocabulary, config.hidden_size, group, name="model.embed_tokens", dtype=dtype)
+        self.embed_tokens = VocabParallelEmbedding(
+            vocabulary, config.hidden_size, group, name="model.embed_tokens", dtype=dtype
+        )
         self.layers = nn.ModuleList(
             DecoderLayer(config, layer, group, sequence_parallel=sequence_parallel, dtype=dtype)
             for layer in range(config.num_hidden_layers)
@@ -71,7 +81,10 @@ class Decoder(nn.Module):
 
 
 class CausalLMOutput(NamedTuple):
-    """local_logits: `[rows, local_vocab]`, this rank's vocabulary. hidden_states: x_0 ... x_L and the final norm's output, or None; invariant."""
+    """local_logits: `[rows, local_vocab]`, this rank's vocabulary. hidden_states: x_0 ... x_L and the final norm's output, or None.
+
+    The states are invariant: a replicated loss may read them.
+    """
 
     local_logits: Float[Tensor, "rows local_vocab"]
     hidden_states: tuple[Float[Tensor, "tokens hidden"], ...] | None
@@ -98,7 +111,9 @@ class CausalLM(nn.Module):
     ) -> None:
         super().__init__()
         if sequence_parallel not in SEQUENCE_PARALLEL_CHOICES:
-            raise ConfigError(f"sequence_parallel={sequence_parallel!r} is not one of {', '.join(SEQUENCE_PARALLEL_CHOICES)}")
+            raise ConfigError(
+                f"sequence_parallel={sequence_parallel!r} is not one of {', '.join(SEQUENCE_PARALLEL_CHOICES)}"
+            )
         self.config, self.group, self.dtype, self.sequence_parallel = config, group, dtype, sequence_parallel
         sharded = sequence_parallel == "on"
         self.model = Decoder(config, group, sequence_parallel=sharded, dtype=dtype)
@@ -146,7 +161,7 @@ class CausalLM(nn.Module):
         output_hidden_states: bool = False,
         taps: tuple[Tap, ...] = (),
     ) -> CausalLMOutput:
-        """Prefill, decode and any mixture are this one function of flattened tokens. logit_rows: the tokens whose logits are wanted (all)."""
+        """Prefill, decode and any mixture are this one function of flattened tokens. logit_rows: the tokens that need logits (all)."""
         states: list[Tensor] = []
         if output_hidden_states:
             taps = (*taps, lambda site, _partial, residual, _normed: _keep_layer_input(states, site, residual))

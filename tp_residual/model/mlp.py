@@ -16,7 +16,13 @@ class MLP(nn.Module):
     """`down_proj(silu(gate_proj(x)) * up_proj(x))` (SwiGLU, arXiv 2002.05202): column input in, Partial out."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, group: TensorParallelGroup, *, sequence_parallel: bool, dtype: torch.dtype
+        self,
+        config: ModelConfig,
+        layer: int,
+        group: TensorParallelGroup,
+        *,
+        sequence_parallel: bool,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
         features = Split.even(config.intermediate_size, group.size)

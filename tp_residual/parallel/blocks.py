@@ -84,7 +84,14 @@ def split_blocks(
         return [ParameterBlock(name, parameter, dim, (offset, offset), (first, first), full_shape, (rank,), False)]
     return [
         ParameterBlock(
-            name, parameter, dim, (start - first + offset, stop - first + offset), (start, stop), full_shape, holders, len(holders) > 1
+            name,
+            parameter,
+            dim,
+            (start - first + offset, stop - first + offset),
+            (start, stop),
+            full_shape,
+            holders,
+            len(holders) > 1,
         )
         for start, stop, holders in split.segments()
         if rank in holders
@@ -116,7 +123,9 @@ def sync_gradients(blocks: Iterable[ParameterBlock], group: TensorParallelGroup)
         grads = [block.of(block.parameter.grad) for block in shared if block.parameter.grad is not None]
         wide = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
         flat = torch.cat([grad.reshape(-1).to(wide) for grad in grads])
-        total = group.subgroup(holders).run("all_reduce", "sync_gradients", flat, lambda transport, t: transport.all_reduce(t))
+        total = group.subgroup(holders).run(
+            "all_reduce", "sync_gradients", flat, lambda transport, t: transport.all_reduce(t)
+        )
         for grad, summed in zip(grads, total.split([grad.numel() for grad in grads]), strict=True):
             grad.copy_(summed.view(grad.shape))
 
@@ -129,17 +138,23 @@ def grad_norm(blocks: Iterable[ParameterBlock], group: TensorParallelGroup, p: f
     """
     if p not in (1.0, 2.0, float("inf")):
         raise ValueError(f"p={p} is not one of 1, 2, inf")
+    blocks = list(blocks)
     parts = [
         torch.linalg.vector_norm(block.of(block.parameter.grad).reshape(-1), p, dtype=_norm_dtype(block.parameter.grad))
         for block in blocks
         if block.owner == group.rank and block.parameter.grad is not None and block.of(block.parameter.grad).numel()
     ]
-    own = torch.stack([part.double() for part in parts]) if parts else torch.zeros(1, dtype=torch.float64, device=group.device)
+    own = (
+        torch.stack([part.double() for part in parts])
+        if parts
+        else torch.zeros(1, dtype=torch.float64, device=group.device)
+    )
     own = torch.linalg.vector_norm(own, p).view(1)
     if group.size > 1:
         own = group.run("all_gather", "grad_norm", own, lambda transport, t: transport.all_gather(t))
     norm = torch.linalg.vector_norm(own, p)
-    return norm if any(part.dtype == torch.float64 for part in parts) else norm.float()
+    wide = any(block.parameter.dtype == torch.float64 for block in blocks)  # not of `parts`: a rank may own nothing
+    return norm if wide else norm.float()
 
 
 def _norm_dtype(grad: Tensor) -> torch.dtype:

@@ -9,6 +9,7 @@ a compiler neither changes its bits nor recompiles because of them. A backward c
 right. Inputs are made contiguous first (gloo corrupts memory otherwise) and never written to (autograd may have saved them).
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,9 @@ from tp_residual.parallel.transport import Transport
 
 LIBRARY = torch.library.Library("tp_residual", "DEF")
 
-_GATHER_BELOW_BYTES = 64 * 1024  # per rank; a gather of everything is one wake-up instead of two, and no more bits move than that
+_GATHER_BELOW_BYTES = (
+    64 * 1024
+)  # per rank; a gather of everything is one wake-up instead of two, and no more bits move than that
 
 
 # -- the wire level: plain tensors, no autograd
@@ -42,7 +45,9 @@ def summed_shard(group: TensorParallelGroup, x: Tensor, tag: str, dim: int, spli
     """This rank's slice along `dim` of the sum over the group, in fp32 at least."""
     chunks = _padded_chunks(x if ordered else widen(x), dim, split)
     if ordered:
-        own = group.run("reduce_scatter", tag, chunks, lambda transport, t: _rank_order_sum(transport.all_to_all(t), group.size))
+        own = group.run(
+            "reduce_scatter", tag, chunks, lambda transport, t: _rank_order_sum(transport.all_to_all(t), group.size)
+        )
     else:
         own = group.run("reduce_scatter", tag, chunks, lambda transport, t: transport.reduce_scatter(t))
     shape = list(x.shape)
@@ -54,7 +59,9 @@ def gathered(group: TensorParallelGroup, x_shard: Tensor, tag: str, dim: int, sp
     """The slices of all ranks along `dim`, in order. For chunks padded only at the tail and dim 0, a view of what arrived."""
     chunk = max(split.sizes)
     padded = _pad(x_shard, dim, chunk)
-    everything = group.run("all_gather", tag, padded.reshape(1, *padded.shape), lambda transport, t: transport.all_gather(t))
+    everything = group.run(
+        "all_gather", tag, padded.reshape(1, *padded.shape), lambda transport, t: transport.all_gather(t)
+    )
     if dim == 0 and _tail_padded(split):
         return everything.reshape(group.size * chunk, *x_shard.shape[1:])[: split.total]
     return torch.cat([everything[rank].narrow(dim, 0, size) for rank, size in enumerate(split.sizes)], dim)
@@ -110,7 +117,7 @@ def _split(sizes: list[int]) -> Split:
     edges = [0]
     for size in sizes:
         edges.append(edges[-1] + size)
-    return Split(edges[-1], tuple(zip(edges, edges[1:], strict=False)))
+    return Split(edges[-1], tuple(itertools.pairwise(edges)))
 
 
 def _sum_to_all(x: Tensor, group: int, tag: str, dim: int, sizes: list[int], ordered: bool) -> Tensor:
@@ -119,7 +126,11 @@ def _sum_to_all(x: Tensor, group: int, tag: str, dim: int, sizes: list[int], ord
 
 def _sum_to_shard(x: Tensor, group: int, tag: str, dim: int, sizes: list[int], ordered: bool) -> Tensor:
     # clone: an operator may not return a view of a buffer of another size
-    return summed_shard(group_of(group), x, tag, dim, _split(sizes), ordered).to(x.dtype).clone(memory_format=torch.contiguous_format)
+    return (
+        summed_shard(group_of(group), x, tag, dim, _split(sizes), ordered)
+        .to(x.dtype)
+        .clone(memory_format=torch.contiguous_format)
+    )
 
 
 def _gather(x: Tensor, group: int, tag: str, dim: int, sizes: list[int], ordered: bool) -> Tensor:
@@ -226,7 +237,9 @@ def partial_to_last_dim_shard(partial: Partial, split: Split, *, tag: str, order
     return value if bias is None else value + bias
 
 
-def token_shard_to_column_input(x_shard: Tensor, split: Split, group: TensorParallelGroup, *, tag: str, ordered: bool = False) -> Tensor:
+def token_shard_to_column_input(
+    x_shard: Tensor, split: Split, group: TensorParallelGroup, *, tag: str, ordered: bool = False
+) -> Tensor:
     """All-gather of rows; backward: reduce-scatter. Enters a column-parallel linear from a token-sharded stream."""
     return _gather_move("shard_to_column_input", x_shard, 0, split, group, tag, ordered)
 
@@ -258,7 +271,9 @@ def invariant_to_last_dim_shard(x: Tensor, split: Split, group: TensorParallelGr
     return _slice_move(x, x.dim() - 1, split, group, tag)
 
 
-def _gather_move(name: str, x_shard: Tensor, dim: int, split: Split, group: TensorParallelGroup, tag: str, ordered: bool) -> Tensor:
+def _gather_move(
+    name: str, x_shard: Tensor, dim: int, split: Split, group: TensorParallelGroup, tag: str, ordered: bool
+) -> Tensor:
     _check_axis(x_shard, dim, split.size(group.rank), group, split, name)
     if group.size == 1:
         return x_shard
@@ -283,7 +298,9 @@ def _owed(partial: object, name: str) -> Tensor:
 
 def _check_axis(x: object, dim: int, expected: int, group: TensorParallelGroup, split: Split, name: str) -> None:
     if not isinstance(x, Tensor):
-        raise LayoutError(f"{name}() takes a tensor and got {type(x).__name__}; complete a Partial with a partial_to_* move")
+        raise LayoutError(
+            f"{name}() takes a tensor and got {type(x).__name__}; complete a Partial with a partial_to_* move"
+        )
     if len(split.ranges) != group.size:
         raise LayoutError(f"{name}(): the split is over {len(split.ranges)} ranks, the group has {group.size}")
     if x.shape[dim] != expected:

@@ -4,13 +4,14 @@ It may be any subset of WORLD's ranks. It owns the transport, the record and the
 before and between collectives.
 """
 
+import json
 import os
 import re
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from itertools import count
 from weakref import WeakValueDictionary
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from tp_residual.errors import CollectiveError, UserError
 from tp_residual.parallel.record import CollectiveRecord, Counters
-from tp_residual.parallel.transport import CudaWatchdog, TorchTransport, Transport
+from tp_residual.parallel.transport import CudaWatchdog, PeerTransport, TorchTransport, Transport
 
 _PEER_REPORT_S = 2.0  # how long an expired wait looks for the reports of its peers
 
@@ -43,7 +44,12 @@ class TensorParallelGroup:
     """
 
     def __init__(
-        self, process_group: dist.ProcessGroup | None, *, device: torch.device | str = "cpu", timeout_s: float = 60.0, checked: bool = False
+        self,
+        process_group: dist.ProcessGroup | None,
+        *,
+        device: torch.device | str = "cpu",
+        timeout_s: float = 60.0,
+        checked: bool = False,
     ) -> None:
         self.process_group = process_group
         self.device = torch.device(device)
@@ -63,7 +69,7 @@ class TensorParallelGroup:
             self.rank, self.size = process_group.rank(), process_group.size()
             self.ranks = tuple(dist.get_process_group_ranks(process_group))
         if process_group is not None and self.size > 1:
-            self.transport = TorchTransport(process_group, timeout_s)
+            self.transport = TorchTransport(process_group, timeout_s, device=self.device)
             self.store = self._open_side_channel()
             if self.device.type == "cuda":
                 self._watchdog = CudaWatchdog(timeout_s, self._end_after_device_hang)
@@ -85,19 +91,32 @@ class TensorParallelGroup:
     def from_ranks(
         cls, ranks: Sequence[int], *, device: torch.device | str = "cpu", timeout_s: float = 60.0, checked: bool = False
     ) -> "TensorParallelGroup":
-        """The given global ranks; only they call this, and nothing of WORLD is used."""
-        members = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), use_local_synchronization=True)
+        """The given global ranks; only they call this, and nothing of WORLD is used.
+
+        All of them must have made equally many torch process groups before: torch names the new one after that number.
+        """
+        try:
+            members = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), use_local_synchronization=True)
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"could not set up a group of global ranks {list(ranks)}: {_first_line(error)}; each of them must call from_ranks(), "
+                "and all of them must have made equally many process groups before"
+            ) from error
         return cls(members, device=device, timeout_s=timeout_s, checked=checked)
 
     def subgroup(self, members: tuple[int, ...]) -> "TensorParallelGroup":
-        """The group of these ranks of this group, made once. Only its members call this, and in the same order."""
+        """These ranks of this group, with a record and counters of their own. Only they use it; nothing is set up for it."""
         if members == tuple(range(self.size)):
             return self
         if members not in self._subgroups:
-            ranks = [self.ranks[member] for member in members]
-            self._subgroups[members] = TensorParallelGroup.from_ranks(
-                ranks, device=self.device, timeout_s=self.timeout_s, checked=self.checked
-            )
+            assert isinstance(self.transport, TorchTransport), "a subgroup has no subgroups"
+            part = TensorParallelGroup(None, device=self.device, timeout_s=self.timeout_s, checked=self.checked)
+            part.rank, part.size = members.index(self.rank), len(members)
+            part.ranks = tuple(self.ranks[member] for member in members)
+            part.transport = PeerTransport(self.transport, members)
+            part.store = dist.PrefixStore(f"subgroup/{members}", self.store)
+            part._watchdog = self._watchdog
+            self._subgroups[members] = part
         return self._subgroups[members]
 
     def close(self) -> None:
@@ -123,7 +142,9 @@ class TensorParallelGroup:
         finally:
             self._entered.release()
 
-    def _run(self, transport: Transport, kind: str, tag: str, x: Tensor, collective: Callable[[Transport, Tensor], Tensor]) -> Tensor:
+    def _run(
+        self, transport: Transport, kind: str, tag: str, x: Tensor, collective: Callable[[Transport, Tensor], Tensor]
+    ) -> Tensor:
         call = self.record.enter(kind, tag, x)
         if self.checked:
             self._compare_with_peers(str(call))
@@ -149,14 +170,20 @@ class TensorParallelGroup:
             self.store.wait(keys, timedelta(seconds=self.timeout_s))
             return [self.store.get(key).decode() for key in keys]
         except RuntimeError as error:
-            raise CollectiveError(f"rank {self.rank} of {self.size} waited for every rank's {name} and gave up: {_first_line(error)}") from error
+            raise CollectiveError(
+                f"rank {self.rank} of {self.size} waited for every rank's {name} and gave up: {_first_line(error)}"
+            ) from error
 
-    def require_agreement(self, name: str, value: str) -> None:
-        """Raises UserError on every rank when they do not all bring the same value, naming those that differ from rank 0."""
-        values = self.share(name, value)
-        differing = [rank for rank, theirs in enumerate(values) if theirs != values[0]]
-        if differing:
-            raise UserError(f"ranks differ in {name}: rank 0 has {values[0]}, rank {differing[0]} has {values[differing[0]]}; start all ranks alike")
+    def require_agreement(self, name: str, values: Mapping[str, object]) -> None:
+        """Raises UserError on every rank when they do not all bring the same values, naming the first that differs from rank 0's."""
+        ours = {key: str(value) for key, value in values.items()}
+        everybody = [json.loads(text) for text in self.share(name, json.dumps(ours))]
+        for rank, theirs in enumerate(everybody):
+            for key, value in everybody[0].items():
+                if theirs.get(key) != value:
+                    raise UserError(
+                        f"ranks differ in {name}: {key} is {value} on rank 0 and {theirs.get(key)} on rank {rank}; start all ranks alike"
+                    )
 
     def _open_side_channel(self) -> dist.Store:
         """A TCPStore at the group's rank 0; its address travels once through the group itself."""
@@ -172,7 +199,9 @@ class TensorParallelGroup:
         try:
             address = self.transport.broadcast(address.to(self.device), 0).cpu()
         except RuntimeError as error:
-            raise CollectiveError(f"rank {self.rank} of {self.size} could not set up the group: {_first_line(error)}") from error
+            raise CollectiveError(
+                f"rank {self.rank} of {self.size} could not set up the group: {_first_line(error)}"
+            ) from error
         if server is not None:
             return server
         host, port = bytes(address.tolist()).rstrip(b"\0").decode().split()
@@ -193,7 +222,8 @@ class TensorParallelGroup:
                 ) from error
             if theirs != call:
                 raise CollectiveError(
-                    f"ranks have parted ways: rank {self.rank} is at {call}, rank {peer} is at {theirs}; one of them skipped or added a collective"
+                    f"ranks have parted ways: rank {self.rank} is at {call}, rank {peer} is at {theirs}; "
+                    "one of them skipped or added a collective"
                 )
 
     def _explain(self, error: Exception) -> str:
@@ -211,7 +241,9 @@ class TensorParallelGroup:
             self.store.set(f"report/{self.rank}", str(self.record))
             while len(reports) < len(peers) and time.monotonic() < end:
                 for peer in peers:
-                    if peer not in reports and self.store.check([f"report/{peer}"]):  # not wait(), which logs a warning of its own
+                    if peer not in reports and self.store.check(
+                        [f"report/{peer}"]
+                    ):  # not wait(), which logs a warning of its own
                         reports[peer] = self.store.get(f"report/{peer}").decode()
                 time.sleep(0.02)
         except RuntimeError:

@@ -56,7 +56,9 @@ class ColumnParallelLinear(nn.Module):
         for name, split in self.projections.items():
             path = f"{parent}.{name}." if parent and name else f"{name}." if name else prefix
             rank = self.group.rank
-            yield from split_blocks(f"{path}weight", self.weight, 0, split, (split.total, self.in_features), rank, offset)
+            yield from split_blocks(
+                f"{path}weight", self.weight, 0, split, (split.total, self.in_features), rank, offset
+            )
             if self.bias is not None:
                 yield from split_blocks(f"{path}bias", self.bias, 0, split, (split.total,), rank, offset)
             offset += split.size(rank)
@@ -81,7 +83,7 @@ class RowParallelLinear(nn.Module):
         name: str = "row_parallel",
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """sequence_parallel: the sum is completed into token shards, so the bias sees only this rank's tokens and its gradient is partial."""
+        """sequence_parallel: the sum is completed into token shards: the bias sees this rank's tokens only, its gradient is partial."""
         super().__init__()
         self.in_split, self.out_features, self.group = split, out_features, group
         self.sequence_parallel, self.name = sequence_parallel, name
@@ -109,4 +111,6 @@ def check_input(x: Tensor | Partial, features: int, kind: str, names: Iterable[s
     if isinstance(x, Partial):
         x.refuse(f"{kind}({', '.join(names)})")
     if x.shape[-1] != features:
-        raise LayoutError(f"{kind}({', '.join(names)}) takes {features} features on this rank and got {x.shape[-1]} (input {list(x.shape)})")
+        raise LayoutError(
+            f"{kind}({', '.join(names)}) takes {features} features on this rank and got {x.shape[-1]} (input {list(x.shape)})"
+        )

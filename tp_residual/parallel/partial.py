@@ -50,7 +50,12 @@ class Partial:
                 "they need the same shape and the same group"
             )
         biases = [widen(bias) for bias in (self.bias, other.bias) if bias is not None]
-        return Partial(widen(self.value) + widen(other.value), self.group, f"{self.source} + {other.source}", sum(biases[1:], biases[0]) if biases else None)
+        return Partial(
+            widen(self.value) + widen(other.value),
+            self.group,
+            f"{self.source} + {other.source}",
+            sum(biases[1:], biases[0]) if biases else None,
+        )
 
     def refuse(self, operation: str) -> NoReturn:
         """Raises the LayoutError of an operation that needs the sum itself."""

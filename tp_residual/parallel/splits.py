@@ -4,6 +4,7 @@ Parameter shapes, checkpoint slices, head maps and token shards all read the sam
 here needs torch: the command line checks a layout before torch is loaded.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -36,7 +37,7 @@ class Split:
         edges = [0]
         for part in range(parts):
             edges.append(edges[-1] + (base + (part < extra)) * unit)
-        return cls(total, tuple(zip(edges, edges[1:], strict=False)), unit)
+        return cls(total, tuple(itertools.pairwise(edges)), unit)
 
     @classmethod
     def ceil_chunks(cls, total: int, parts: int) -> "Split":
@@ -67,7 +68,7 @@ class Split:
     def segments(self) -> Iterator[tuple[int, int, tuple[int, ...]]]:
         """`(start, stop, holders)` in order: the maximal runs that the same ranks hold."""
         edges = sorted({edge for r in self.ranges if r[0] < r[1] for edge in r})
-        for start, stop in zip(edges, edges[1:], strict=False):
+        for start, stop in itertools.pairwise(edges):
             holders = tuple(rank for rank, (a, b) in enumerate(self.ranges) if a <= start and stop <= b)
             if holders:
                 yield start, stop, holders
@@ -103,4 +104,6 @@ def check_heads(num_attention_heads: int, tp_size: int) -> None:
     """Raises SplitError unless every rank gets a query head."""
     if not 1 <= tp_size <= num_attention_heads:
         legal = "1" if num_attention_heads == 1 else f"1 to {num_attention_heads}"
-        raise SplitError(f"num_attention_heads={num_attention_heads} cannot be split over tp_size={tp_size}; use {legal}")
+        raise SplitError(
+            f"num_attention_heads={num_attention_heads} cannot be split over tp_size={tp_size}; use {legal}"
+        )

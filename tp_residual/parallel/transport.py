@@ -6,7 +6,7 @@ Autograd, counters and the record live above (`group.py`, `collectives.py`), so 
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -32,40 +32,95 @@ class Transport(Protocol):
 
 
 class TorchTransport:
-    """A torch process group (gloo or NCCL). Every wait ends after `timeout_s` seconds with a RuntimeError."""
+    """A torch process group. Under gloo, every wait ends after `timeout_s` seconds with a RuntimeError.
 
-    def __init__(self, process_group: dist.ProcessGroup, timeout_s: float) -> None:
+    Under NCCL it orders the streams and returns: a limit would make the host wait for the device at each call. There, the group's
+    CudaWatchdog keeps the time.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, timeout_s: float, *, device: torch.device) -> None:
         self.process_group = process_group
         self.size = process_group.size()
-        self.timeout = timedelta(seconds=timeout_s)
+        self.limit = None if device.type == "cuda" else timedelta(seconds=timeout_s)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         out = x.clone()
-        self._wait(dist.all_reduce(out, group=self.process_group, async_op=True))
+        self.wait(dist.all_reduce(out, group=self.process_group, async_op=True))
         return out
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
-        self._wait(_reduce_scatter(out, x, group=self.process_group, async_op=True))
+        self.wait(_reduce_scatter(out, x, group=self.process_group, async_op=True))
         return out
 
     def all_gather(self, x: Tensor) -> Tensor:
         out = x.new_empty((x.shape[0] * self.size, *x.shape[1:]))
-        self._wait(_all_gather(out, x, group=self.process_group, async_op=True))
+        self.wait(_all_gather(out, x, group=self.process_group, async_op=True))
         return out
 
     def all_to_all(self, x: Tensor) -> Tensor:
         out = torch.empty_like(x)
-        self._wait(dist.all_to_all_single(out, x, group=self.process_group, async_op=True))
+        self.wait(dist.all_to_all_single(out, x, group=self.process_group, async_op=True))
         return out
 
     def broadcast(self, x: Tensor, root: int) -> Tensor:
         out = x.clone()
-        self._wait(dist.broadcast(out, group_src=root, group=self.process_group, async_op=True))
+        self.wait(dist.broadcast(out, group_src=root, group=self.process_group, async_op=True))
         return out
 
-    def _wait(self, work: dist.Work) -> None:
-        work.wait(self.timeout)
+    def wait(self, work: dist.Work) -> None:
+        if self.limit is None:
+            work.wait()
+        else:
+            work.wait(self.limit)
+
+
+class PeerTransport:
+    """Some ranks of a process group, by direct exchange within it; sums are in member order.
+
+    No process group of their own: torch names one made without WORLD after the number of groups that a rank has made, so chained
+    sets (ranks 1 and 2, ranks 2 and 3) wait for each other until they expire, and each would cost another NCCL communicator.
+    """
+
+    def __init__(self, whole: TorchTransport, members: Sequence[int]) -> None:
+        self.whole, self.members = whole, tuple(members)
+        self.size, self.rank = len(self.members), self.members.index(whole.process_group.rank())
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self._sum(self._exchange([x] * self.size))
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return self._sum(self._exchange(x.chunk(self.size)))
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.cat(self._exchange([x] * self.size))
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        return torch.cat(self._exchange(x.chunk(self.size)))
+
+    def broadcast(self, x: Tensor, root: int) -> Tensor:
+        return self._exchange([x] * self.size)[root].clone()
+
+    def _exchange(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+        """Send piece i to member i; what the members sent here, in order."""
+        received = [piece if i == self.rank else torch.empty_like(piece) for i, piece in enumerate(pieces)]
+        operations = []
+        for i, member in enumerate(self.members):
+            if i != self.rank:
+                operations.append(dist.P2POp(dist.isend, pieces[i], group=self.whole.process_group, group_peer=member))
+                operations.append(
+                    dist.P2POp(dist.irecv, received[i], group=self.whole.process_group, group_peer=member)
+                )
+        for work in dist.batch_isend_irecv(operations):
+            self.whole.wait(work)
+        return received
+
+    @staticmethod
+    def _sum(summands: list[Tensor]) -> Tensor:
+        total = summands[0].clone()
+        for summand in summands[1:]:
+            total += summand
+        return total
 
 
 class CudaWatchdog:

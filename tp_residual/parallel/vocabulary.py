@@ -25,7 +25,15 @@ class VocabParallelEmbedding(nn.Module):
     In: ids `[tokens]`, replicated. Out: Partial of `[tokens, hidden]` in the weight's dtype.
     """
 
-    def __init__(self, split: Split, hidden_size: int, group: TensorParallelGroup, *, name: str, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        split: Split,
+        hidden_size: int,
+        group: TensorParallelGroup,
+        *,
+        name: str,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         super().__init__()
         self.split, self.hidden_size, self.group, self.name = split, hidden_size, group, name
         self.weight = uninitialized(split.size(group.rank), hidden_size, dtype=dtype, group=group)
@@ -35,13 +43,17 @@ class VocabParallelEmbedding(nn.Module):
         if token_ids.device.type == "cpu" and token_ids.numel() and not torch.compiler.is_compiling():
             check_token_ids(int(token_ids.min()), int(token_ids.max()), self.split.total)
         if start == stop:
-            return Partial(self.weight.new_zeros(token_ids.shape[0], self.hidden_size), self.group, self.name)
+            # zeros that depend on the weight: a rank outside the graph would miss the collectives of its backward
+            zeros = self.weight.new_zeros(token_ids.shape[0], 0) @ self.weight
+            return Partial(zeros, self.group, self.name)
         mine = (token_ids >= start) & (token_ids < stop)
         rows = F.embedding((token_ids - start).where(mine, 0), self.weight)
         return Partial(rows.where(mine[:, None], 0), self.group, self.name)
 
     def declare_blocks(self, prefix: str) -> Iterable[ParameterBlock]:
-        yield from split_blocks(f"{prefix}weight", self.weight, 0, self.split, (self.split.total, self.hidden_size), self.group.rank)
+        yield from split_blocks(
+            f"{prefix}weight", self.weight, 0, self.split, (self.split.total, self.hidden_size), self.group.rank
+        )
 
 
 class VocabParallelHead(nn.Module):
@@ -61,19 +73,27 @@ class VocabParallelHead(nn.Module):
     ) -> None:
         super().__init__()
         self.split, self.hidden_size, self.group, self.tied = split, hidden_size, group, tied_to is not None
-        self.weight = tied_to.weight if tied_to is not None else uninitialized(split.size(group.rank), hidden_size, dtype=dtype, group=group)
+        self.weight = (
+            tied_to.weight
+            if tied_to is not None
+            else uninitialized(split.size(group.rank), hidden_size, dtype=dtype, group=group)
+        )
 
     def forward(self, x: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows local_vocab"]:
         check_input(x, self.hidden_size, "VocabParallelHead", ("lm_head",))
         return F.linear(x, self.weight)
 
-    def gather(self, local_logits: Float[Tensor, "rows local_vocab"], *, tag: str = "logits") -> Float[Tensor, "rows vocab"]:
+    def gather(
+        self, local_logits: Float[Tensor, "rows local_vocab"], *, tag: str = "logits"
+    ) -> Float[Tensor, "rows vocab"]:
         """The whole row of logits on every rank: one all-gather; gradient complete (invariant)."""
         return last_dim_shard_to_invariant(local_logits, self.split, self.group, tag=tag)
 
     def declare_blocks(self, prefix: str) -> Iterable[ParameterBlock]:
         if not self.tied:
-            yield from split_blocks(f"{prefix}weight", self.weight, 0, self.split, (self.split.total, self.hidden_size), self.group.rank)
+            yield from split_blocks(
+                f"{prefix}weight", self.weight, 0, self.split, (self.split.total, self.hidden_size), self.group.rank
+            )
 
 
 def check_token_ids(smallest: int, largest: int, vocab_size: int) -> None:
@@ -104,11 +124,15 @@ def vocab_parallel_argmax(
         candidate = group.run("all_gather", "argmax", candidate, lambda transport, t: transport.all_gather(t))
     candidate = candidate.cpu()
     value, ids, checksums = candidate.unbind(-1)
-    if not bool((checksums == checksums[0, 0]).all()):
-        theirs = [int(c) for c in checksums[:, 0]] if rows else []
-        raise GenerationError(f"ranks disagree about the tokens generated so far (checksums by rank: {theirs}); stopping before they drift further")
+    if not bool((checksums == checksums[0]).all()):
+        theirs = [int(c) for c in checksums[:, 0]]
+        raise GenerationError(
+            f"ranks disagree about the tokens generated so far (checksums by rank: {theirs}); stopping before they drift further"
+        )
     if bool(value.isnan().any()):
         ranks = sorted({int(r) for r in value.isnan().nonzero()[:, 0]})
-        raise GenerationError(f"logits are NaN on rank {ranks}; the weights or the dtype cannot represent this model (try --dtype float32)")
+        raise GenerationError(
+            f"logits are NaN on rank {ranks}; the weights or the dtype cannot represent this model (try --dtype float32)"
+        )
     best = value.max(dim=0).values
     return ids.where(value == best, float(split.total)).min(dim=0).values.long()

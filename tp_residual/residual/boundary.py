@@ -50,11 +50,15 @@ class BoundaryRequest:
 
     def __post_init__(self) -> None:
         if self.updates not in (0, 1) or not (self.has_residual or self.updates):
-            raise LayoutError(f"a boundary needs a residual or an owed sum: has_residual={self.has_residual}, updates={self.updates}")
+            raise LayoutError(
+                f"a boundary needs a residual or an owed sum: has_residual={self.has_residual}, updates={self.updates}"
+            )
         if (self.norm is None) != (self.result == "raw"):
             raise LayoutError(f"result={self.result!r} with norm={self.norm}: raw means no norm, the others need one")
         if self.result == "shard" and not self.sequence_parallel:
-            raise LayoutError("result='shard' needs a token-sharded stream (sequence_parallel=True); this one is replicated")
+            raise LayoutError(
+                "result='shard' needs a token-sharded stream (sequence_parallel=True); this one is replicated"
+            )
 
 
 class Executor(Protocol):
@@ -211,7 +215,9 @@ class Boundary:
             if not reasons:
                 mode = "sequence parallel" if self.sequence_parallel else "tensor parallel"
                 if self.group.rank == 0 and self.group.size > 1:
-                    logger.info("boundary: %s (%s, stream %s)", name, mode, str(self.stream_dtype).removeprefix("torch."))
+                    logger.info(
+                        "boundary: %s (%s, stream %s)", name, mode, str(self.stream_dtype).removeprefix("torch.")
+                    )
                 return executor
             if choice != "auto":
                 raise UserError(f"boundary={choice!r} cannot run here: {reasons[0]}; use --boundary auto")
@@ -263,7 +269,9 @@ def _boundary_fake(
     local = owner.token_split(tokens).size(owner.group.rank)
     rows = {"raw": 0, "shard": local, "gathered": tokens}[result]
     shape = (0,) if result == "raw" else (rows, given.shape[-1])
-    return given.new_empty((local, given.shape[-1]), dtype=owner.stream_dtype), given.new_empty(shape, dtype=owner.output_dtype)
+    return given.new_empty((local, given.shape[-1]), dtype=owner.stream_dtype), given.new_empty(
+        shape, dtype=owner.output_dtype
+    )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -59,7 +59,9 @@ class Stream:
         return cls(boundary, embedded.shape[0], None, embedded, taps)
 
     @classmethod
-    def resume(cls, residual: Tensor, tokens: int, layout: Layout, boundary: Boundary, taps: tuple[Tap, ...] = ()) -> "Stream":
+    def resume(
+        cls, residual: Tensor, tokens: int, layout: Layout, boundary: Boundary, taps: tuple[Tap, ...] = ()
+    ) -> "Stream":
         """A stream received at a pipeline cut. layout: as the sender had it; it is never deduced from the shape."""
         stream = cls(boundary, tokens, residual, None, taps)
         if layout is not stream.layout:
@@ -75,7 +77,9 @@ class Stream:
         _check_partial(update, self.boundary, "Stream.write")
         if update.shape[0] != self.tokens:
             raise LayoutError(f"{update.source} wrote {update.shape[0]} tokens to a stream of {self.tokens}")
-        if self.residual is not None and (update.shape[-1] != self.residual.shape[-1] or update.value.device != self.residual.device):
+        if self.residual is not None and (
+            update.shape[-1] != self.residual.shape[-1] or update.value.device != self.residual.device
+        ):
             raise LayoutError(
                 f"{update.source} wrote {list(update.shape)} on {update.value.device} to a residual of {list(self.residual.shape)} on "
                 f"{self.residual.device}; an update has the stream's hidden size and device"
@@ -102,7 +106,9 @@ class Stream:
         self._use("complete()")
         if self.owed is None:
             return replace(self, _used=[])
-        residual, _ = run_boundary(self.boundary, self.tokens, self.residual, self.owed, None, None, None, "raw", "complete")
+        residual, _ = run_boundary(
+            self.boundary, self.tokens, self.residual, self.owed, None, None, None, "raw", "complete"
+        )
         for tap in self.taps:
             tap(Site(self.owed.source, ""), self.owed, residual, None)
         return replace(self, residual=residual, owed=None, _used=[])
@@ -110,7 +116,9 @@ class Stream:
     def replicated(self) -> Float[Tensor, "tokens hidden"]:
         """The residual of all tokens, in token order, on every rank (one all-gather when token-sharded). Nothing may be owed."""
         if self.owed is not None or self.residual is None:
-            raise LayoutError(f"the stream still owes the update of {self.owed.source if self.owed else 'nothing'}; call complete() first")
+            raise LayoutError(
+                f"the stream still owes the update of {self.owed.source if self.owed else 'nothing'}; call complete() first"
+            )
         if not self.boundary.sequence_parallel:
             return self.residual
         split = self.boundary.token_split(self.tokens)
@@ -119,8 +127,12 @@ class Stream:
     def _use(self, how: str) -> None:
         if torch.compiler.is_compiling():
             return
-        if self._used and torch._C._current_graph_task_id() == -1:  # not inside a backward pass, where checkpointing recomputes
-            raise LayoutError(f"{how} on a stream that {self._used[0]} has used already; go on with the stream that call returned")
+        if (
+            self._used and torch._C._current_graph_task_id() == -1
+        ):  # not inside a backward pass, where checkpointing recomputes
+            raise LayoutError(
+                f"{how} on a stream that {self._used[0]} has used already; go on with the stream that call returned"
+            )
         self._used.append(how)
 
 

@@ -179,6 +179,9 @@ class _Rank:
             if self.pipe.poll(_REPORT_S) and (message := pickle.loads(self.pipe.recv_bytes()))[0] == "record":
                 self.record = message[1]
         self.record = self.record or "does not answer (blocked in native code?)"
+        size, end = -1, time.monotonic() + _REPORT_S
+        while size != (size := len(self.read_stack())) or (not size and time.monotonic() < end):
+            time.sleep(0.05)  # the signal is handled, and the file grows, while the rank answers
         self.stack = self.read_stack()
 
     def read_stack(self) -> str:

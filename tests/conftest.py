@@ -1,0 +1,7 @@
+"""Shape checks, here and in the ranks; `ranks` itself is the package's own fixture (tp_residual.testing.plugin)."""
+
+import shape_checks  # noqa: F401 - before any module that it should check
+
+from tp_residual.testing import set_preload
+
+set_preload(["shape_checks", "pytest"])

@@ -16,7 +16,7 @@ import tiny_models
 import torch
 from tiny_models import MODELS, config, prompts, random_weights, sharded
 
-from tp_residual.errors import RequestError
+from tp_residual.errors import GenerationError, RequestError
 from tp_residual.inference import generate as generation
 from tp_residual.inference.generate import Generation, GenerationTimings, generate
 from tp_residual.inference.loading import load_model
@@ -97,10 +97,10 @@ def check_ends(group: TensorParallelGroup, directory: str, requests: list[dict[s
 def test_stop_tokens_and_lengths_as_in_transformers() -> None:
     free = [greedy("qwen2", prompt) for prompt in PROMPTS]
     stops = [free[0][3], free[1][4]]
-    limits = ((NEW_TOKENS, 0), (NEW_TOKENS, 5), (5, 5), (1, 0))
+    limits = ((NEW_TOKENS, 0), (NEW_TOKENS, 3), (NEW_TOKENS, 4), (NEW_TOKENS, 5), (5, 5), (1, 0))
     requests: list[dict[str, Any]] = [{"max_new_tokens": most, "min_new_tokens": least} for most, least in limits]
     expected = [[greedy("qwen2", prompt, eos_token_id=stops, **request) for prompt in PROMPTS] for request in requests]
-    assert expected[0] != expected[1] != free
+    assert expected[0] == expected[1] != expected[2] != expected[3] != free, "the first stop is the fourth token"
     assert {tokens[-1] in stops for tokens in expected[0]} == {True, False}, (
         "some prompts have to stop and some to run on"
     )
@@ -141,8 +141,8 @@ def check_disagreement(group: TensorParallelGroup, where: str) -> None:
         settings = replace(settings, min_new_tokens=2)
     try:
         generate(model, batch, group, settings)
-    except RuntimeError as error:
-        raise RuntimeError(f"{error} (step {steps})") from error
+    except GenerationError as error:
+        raise GenerationError(f"{error} (step {steps})") from error
 
 
 @pytest.mark.parametrize(("where", "step"), [("token", 4), ("prompt", 1), ("settings", 1)])
@@ -151,7 +151,7 @@ def test_ranks_that_disagree_are_noticed_at_once_by_all(where: str, step: int) -
         run_ranks(3, check_disagreement, where)
     assert sorted(failure.value.exceptions) == [0, 1, 2]
     for error in failure.value.exceptions.values():
-        assert "disagree" in str(error) and f"(step {step})" in str(error)
+        assert isinstance(error, GenerationError) and "disagree" in str(error) and f"(step {step})" in str(error)
 
 
 def check_nan(group: TensorParallelGroup) -> None:
@@ -167,7 +167,11 @@ def test_nan_logits_are_an_error_on_every_rank() -> None:
         run_ranks(3, check_nan)
     assert sorted(failure.value.exceptions) == [0, 1, 2]
     for error in failure.value.exceptions.values():
-        assert "logits are NaN on rank [1]" in str(error) and "--dtype float32" in str(error)
+        assert (
+            isinstance(error, GenerationError)
+            and "logits are NaN on rank [1]" in str(error)
+            and "--dtype float32" in str(error)
+        )
 
 
 # ---- requests that are refused ----
@@ -182,7 +186,7 @@ REFUSED = [
     ),
     ([[1] * 70], {}, "at most 0 new tokens"),
     ([[1], [3, 101]], {}, "prompt 1 has token id 101, outside the vocabulary of 101 ids; use 0 to 100"),
-    ([[-1]], {}, "prompt 0 has token id -1"),
+    ([[5, -1]], {}, "prompt 0 has token id -1"),
     ([[1]], {"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
     ([[1]], {"min_new_tokens": 6}, "min_new_tokens=6 must be between 0 and max_new_tokens=5"),
 ]

@@ -19,6 +19,7 @@ from tp_residual.checkpoint.files import CheckpointFiles
 from tp_residual.errors import ConfigError, RequestError
 from tp_residual.inference.kv_cache import KVCache
 from tp_residual.inference.loading import load_model
+from tp_residual.kernels.contract import NormSpec, norm
 from tp_residual.model.attention_backend import NoCache, TokenBatch
 from tp_residual.model.config import ModelConfig
 from tp_residual.model.decoder import CausalLM
@@ -28,7 +29,7 @@ from tp_residual.parallel.group import TensorParallelGroup
 from tp_residual.parallel.partial import Partial
 from tp_residual.parallel.vocabulary import vocab_parallel_argmax
 from tp_residual.residual.boundary import Site
-from tp_residual.testing import expect_collectives, nan_filled_memory, relative_error, run_ranks
+from tp_residual.testing import expect_collectives, hostile_values, nan_filled_memory, relative_error, run_ranks
 
 TP_SIZES = (1, 2, 3, 4)
 LAYOUTS = list(product(("off", "on"), ("reference", "library")))  # sequence parallelism, boundary
@@ -244,6 +245,23 @@ def test_cached_chunks_and_mixed_batches_equal_the_full_forward(tp_size: int) ->
 
 
 # ---- 16-bit weights ----
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_family_rounds_its_norm_where_transformers_does(name: str) -> None:
+    """Their reciprocal root is another one, so a few results differ; with the weight on the wrong side of the rounding, many do."""
+    model = tiny_models.reference(name, torch.bfloat16).model
+    theirs = [model.norm, *((model.layers[0].self_attn.q_norm,) if config(name).qk_norm else ())]
+    for module in theirs:
+        x = hostile_values(400, module.weight.shape[0], seed=1, dtype=torch.bfloat16)
+        with torch.no_grad():
+            expected = module(x)
+            differing = [
+                float((norm(x, module.weight, None, spec, torch.bfloat16) != expected).float().mean())
+                for after in (config(name).weight_after_cast, not config(name).weight_after_cast)
+                for spec in [NormSpec(config(name).rms_norm_eps, weight_after_cast=after)]
+            ]
+        assert differing[0] < 0.01 < 0.1 < differing[1]
 
 
 @torch.no_grad()

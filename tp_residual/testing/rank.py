@@ -4,6 +4,7 @@ import contextlib
 import faulthandler
 import os
 import pickle
+import shutil
 import sys
 import threading
 import traceback
@@ -43,7 +44,7 @@ def main(
     os.environ.update({name: value for name, value in environment.items() if name not in _LAUNCH})
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # all ranks are here, whatever this host's name resolves to
-    caller = _Caller(pipe)
+    caller = _Caller(pipe, folder)
     torch.set_num_threads(1)
     try:
         store = FileStore(os.path.join(folder, "store"), world_size)  # a file per call: no port to collide on
@@ -68,7 +69,8 @@ def main(
 class _Caller:
     """The process that called `run_ranks`. A thread hears it even while the rank is blocked in a collective."""
 
-    def __init__(self, pipe: Connection) -> None:
+    def __init__(self, pipe: Connection, folder: str) -> None:
+        self.folder = folder
         self.pipe, self.lock, self.released = pipe, threading.Lock(), threading.Event()
         threading.Thread(target=self.answer_caller, daemon=True).start()
 
@@ -88,7 +90,8 @@ class _Caller:
             try:
                 request = self.pipe.recv_bytes()
             except (EOFError, OSError):
-                self.leave(1)  # the caller is gone: killed, perhaps
+                shutil.rmtree(self.folder, ignore_errors=True)
+                self.leave(1)  # the caller is gone: killed, perhaps, and will not clean up
             if request == b"report":
                 self.send("record", records())
             else:

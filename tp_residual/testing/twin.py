@@ -33,7 +33,7 @@ def relative_error(value: Tensor, reference: Tensor, *, floor: float = 0.0) -> f
         raise ValueError(f"shape {list(value.shape)} instead of {list(reference.shape)}")
     if value.numel() == 0:
         return 0.0
-    reference = reference.double()
+    value, reference = value.detach(), reference.detach().double()
     difference = torch.linalg.vector_norm(torch.atleast_1d(value.double() - reference), dim=-1)
     scale = torch.linalg.vector_norm(torch.atleast_1d(reference), dim=-1).clamp(min=floor)
     error = torch.where(difference == 0, 0.0, difference / scale)

@@ -4,4 +4,5 @@ import shape_checks  # noqa: F401 - before any module that it should check
 
 from tp_residual.testing import set_preload
 
-set_preload(["shape_checks", "pytest"])
+# torch._dynamo: optimizers and activation checkpointing import it in every rank, over a second of CPU each time
+set_preload(["shape_checks", "pytest", "torch._dynamo"])

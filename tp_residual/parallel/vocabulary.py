@@ -127,7 +127,7 @@ def vocab_parallel_argmax(
     if not bool((checksums == checksums[0]).all()):
         theirs = [int(c) for c in checksums[:, 0]]
         raise GenerationError(
-            f"ranks disagree about the tokens generated so far (checksums by rank: {theirs}); stopping before they drift further"
+            f"ranks disagree about prompts, settings or the tokens so far (checksums by rank: {theirs}); stopping before they drift further"
         )
     if bool(value.isnan().any()):
         ranks = sorted({int(r) for r in value.isnan().nonzero()[:, 0]})

@@ -8,6 +8,7 @@ import torch
 
 from tp_residual.errors import LayoutError, UserError
 from tp_residual.kernels.contract import NormSpec, add, norm
+from tp_residual.parallel.collectives import invariant_to_column_input
 from tp_residual.parallel.group import TensorParallelGroup
 from tp_residual.parallel.partial import Partial
 from tp_residual.residual import boundary as boundary_module
@@ -232,8 +233,9 @@ def gradient_body(group: TensorParallelGroup, choice: str, sequence_parallel: bo
 
     def run(first, second, w1, w2, b):  # type: ignore[no-untyped-def]
         # every leaf is invariant; each rank takes its share of the first summand, as a row-parallel linear would
-        column = torch.ops.tp_residual.invariant_to_column_input if group.size > 1 else None
-        enter = (lambda t: column(t, group.handle, "enter", 0, [], True)) if column else (lambda t: t)
+        def enter(t):  # type: ignore[no-untyped-def]
+            return invariant_to_column_input(t, group, tag="enter", ordered=True)
+
         norm_leaf = (
             enter if sequence_parallel else (lambda t: t)
         )  # a norm weight's gradient is partial over token shards

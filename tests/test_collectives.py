@@ -355,7 +355,7 @@ def check_operators(group):
     for split in splits_of(group.size)[2:]:
         full = hostile_values(split.total, 3, seed=0, rank=group.rank, dtype=torch.float32)
         shard = full[slice(*split.ranges[group.rank])].clone()
-        arguments = (group.handle, "op", 0, list(split.sizes), True)
+        arguments = (group.handle, group.rank, "op", 0, list(split.sizes), True)
         for name, x in {
             "invariant_to_column_input": full,
             "partial_to_invariant": full,

@@ -1,5 +1,6 @@
 """Under torch.compile the boundary and the collectives stay opaque: the same bits, the same record, one graph, no recompilation."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -97,7 +98,7 @@ def opcheck_body(group: TensorParallelGroup) -> None:
             hostile_values(*shape, seed=i, rank=group.rank, dtype=torch.float32).requires_grad_()
             for i, shape in enumerate([(local, HIDDEN), (TOKENS, HIDDEN), (HIDDEN,), (HIDDEN,)])
         ]
-        arguments = (*values, None, TOKENS, boundary.handle, "gathered", "rms", 1e-5, 0.0, False, "tag")
+        arguments = (*values, None, TOKENS, local, boundary.handle, "gathered", "rms", 1e-5, 0.0, False, "tag")
         torch.library.opcheck(torch.ops.tp_residual.boundary.default, arguments)
     x = hostile_values(4, 6, seed=1, rank=group.rank, dtype=torch.float32).requires_grad_()
     for name, sizes in (
@@ -106,11 +107,13 @@ def opcheck_body(group: TensorParallelGroup) -> None:
         ("partial_to_shard", [3, 1]),
         ("invariant_to_shard", [3, 1]),
     ):
-        torch.library.opcheck(getattr(torch.ops.tp_residual, name).default, (x, group.handle, "tag", 0, sizes, True))
+        torch.library.opcheck(
+            getattr(torch.ops.tp_residual, name).default, (x, group.handle, group.rank, "tag", 0, sizes, True)
+        )
     shard = x[: [3, 1][group.rank]].detach().requires_grad_()
     for name in ("shard_to_column_input", "shard_to_invariant"):
         torch.library.opcheck(
-            getattr(torch.ops.tp_residual, name).default, (shard, group.handle, "tag", 0, [3, 1], True)
+            getattr(torch.ops.tp_residual, name).default, (shard, group.handle, group.rank, "tag", 0, [3, 1], True)
         )
 
 
@@ -121,8 +124,21 @@ def check(name: str) -> None:
 
 @pytest.mark.parametrize("body", ["compile_body", "opcheck_body"])
 @pytest.mark.timeout(300)
-def test_compiled_streams_keep_their_bits_and_their_record(body: str) -> None:
-    """In a process of its own: the shape checks that these tests install wrap dataclasses in code that cannot be traced."""
-    command = [sys.executable, "-c", f"import test_compile; test_compile.check({body!r})"]
-    outcome = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+def test_compiled_streams_keep_their_bits_and_their_record(body: str, tmp_path: Path) -> None:
+    """In a process of its own: the shape checks that these tests install wrap dataclasses in code that cannot be traced.
+
+    Twice: the second time, each rank finds in the compiler's cache on disk what the other rank has compiled.
+    """
+    code = f"import test_compile; test_compile.check({body!r})" + f"; test_compile.check({body!r})" * (
+        body == "compile_body"
+    )
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    outcome = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert outcome.returncode == 0, outcome.stderr

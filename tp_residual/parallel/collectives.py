@@ -10,7 +10,7 @@ right. Inputs are made contiguous first (gloo corrupts memory otherwise) and nev
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -110,7 +110,9 @@ def _pad(x: Tensor, dim: int, size: int) -> Tensor:
     return torch.cat([x, x.new_zeros(shape)], dim)
 
 
-# -- operators: (x, group handle, tag, dim, sizes of the split, ordered) -> tensor
+# -- operators: (x, group handle, rank, tag, dim, sizes of the split, ordered) -> tensor
+#
+# rank is the group's own: the fake kernels must know shapes from arguments alone, since ranks share a compiler's cache on disk.
 
 
 def _split(sizes: list[int]) -> Split:
@@ -120,11 +122,11 @@ def _split(sizes: list[int]) -> Split:
     return Split(edges[-1], tuple(itertools.pairwise(edges)))
 
 
-def _sum_to_all(x: Tensor, group: int, tag: str, dim: int, sizes: list[int], ordered: bool) -> Tensor:
+def _sum_to_all(x: Tensor, group: int, rank: int, tag: str, dim: int, sizes: list[int], ordered: bool) -> Tensor:
     return summed(group_of(group), x, tag, ordered).to(x.dtype)
 
 
-def _sum_to_shard(x: Tensor, group: int, tag: str, dim: int, sizes: list[int], ordered: bool) -> Tensor:
+def _sum_to_shard(x: Tensor, group: int, rank: int, tag: str, dim: int, sizes: list[int], ordered: bool) -> Tensor:
     # clone: an operator may not return a view of a buffer of another size
     return (
         summed_shard(group_of(group), x, tag, dim, _split(sizes), ordered)
@@ -133,30 +135,30 @@ def _sum_to_shard(x: Tensor, group: int, tag: str, dim: int, sizes: list[int], o
     )
 
 
-def _gather(x: Tensor, group: int, tag: str, dim: int, sizes: list[int], ordered: bool) -> Tensor:
+def _gather(x: Tensor, group: int, rank: int, tag: str, dim: int, sizes: list[int], ordered: bool) -> Tensor:
     return gathered(group_of(group), x, tag, dim, _split(sizes))
 
 
-def _slice(x: Tensor, group: int, tag: str, dim: int, sizes: list[int], ordered: bool) -> Tensor:
-    start, stop = _split(sizes).ranges[group_of(group).rank]
+def _slice(x: Tensor, group: int, rank: int, tag: str, dim: int, sizes: list[int], ordered: bool) -> Tensor:
+    start, stop = _split(sizes).ranges[rank]
     return x.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
 
 
-def _identity(x: Tensor, group: int, tag: str, dim: int, sizes: list[int], ordered: bool) -> Tensor:
+def _identity(x: Tensor, group: int, rank: int, tag: str, dim: int, sizes: list[int], ordered: bool) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)  # as its fake says
 
 
-def _same_shape(x: Tensor, group: int, tag: str, dim: int, sizes: list[int], ordered: bool) -> Tensor:
+def _same_shape(x: Tensor, group: int, rank: int, tag: str, dim: int, sizes: list[int], ordered: bool) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _shard_shape(x: Tensor, group: int, tag: str, dim: int, sizes: list[int], ordered: bool) -> Tensor:
+def _shard_shape(x: Tensor, group: int, rank: int, tag: str, dim: int, sizes: list[int], ordered: bool) -> Tensor:
     shape = list(x.shape)
-    shape[dim] = sizes[group_of(group).rank]
+    shape[dim] = sizes[rank]
     return x.new_empty(shape)
 
 
-def _full_shape(x: Tensor, group: int, tag: str, dim: int, sizes: list[int], ordered: bool) -> Tensor:
+def _full_shape(x: Tensor, group: int, rank: int, tag: str, dim: int, sizes: list[int], ordered: bool) -> Tensor:
     shape = list(x.shape)
     shape[dim] = sum(sizes)
     return x.new_empty(shape)
@@ -178,22 +180,24 @@ def _conjugate_backward(conjugate: str) -> tuple[Callable[..., Any], Callable[..
         ctx.arguments = inputs[1:]
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return move(conjugate, grad, *ctx.arguments), None, None, None, None, None
+        return (getattr(torch.ops.tp_residual, conjugate)(grad, *ctx.arguments), *(None,) * len(ctx.arguments))
 
     return setup, backward
 
 
 for _name, (_forward, _fake, _conjugate) in _MOVES.items():
-    LIBRARY.define(f"{_name}(Tensor x, int group, str tag, int dim, int[] sizes, bool ordered) -> Tensor")
+    LIBRARY.define(f"{_name}(Tensor x, int group, int rank, str tag, int dim, int[] sizes, bool ordered) -> Tensor")
     LIBRARY.impl(_name, _forward, "CompositeExplicitAutograd")
     torch.library.register_fake(f"tp_residual::{_name}", _fake, lib=LIBRARY)
     _setup, _backward = _conjugate_backward(_conjugate)
     torch.library.register_autograd(f"tp_residual::{_name}", _backward, setup_context=_setup, lib=LIBRARY)
 
 
-def move(name: str, x: Tensor, group: int, tag: str, dim: int, sizes: list[int], ordered: bool) -> Tensor:
-    """The operator `name`, by group handle; for backward formulas. People call the named functions below."""
-    return getattr(torch.ops.tp_residual, name)(x, group, tag, dim, sizes, ordered)
+def move(
+    name: str, x: Tensor, group: TensorParallelGroup, tag: str, dim: int, sizes: Sequence[int], ordered: bool
+) -> Tensor:
+    """The operator `name`; for backward formulas. People call the named functions below."""
+    return getattr(torch.ops.tp_residual, name)(x, group.handle, group.rank, tag, dim, list(sizes), ordered)
 
 
 # -- the moves
@@ -203,7 +207,7 @@ def invariant_to_column_input(x: Tensor, group: TensorParallelGroup, *, tag: str
     """Identity; backward: all-reduce. Enters a column-parallel linear from a replicated stream."""
     if group.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
         return x
-    return move("invariant_to_column_input", x, group.handle, tag, 0, [], ordered)
+    return move("invariant_to_column_input", x, group, tag, 0, [], ordered)
 
 
 def partial_to_invariant(partial: Partial, *, tag: str, ordered: bool = False) -> Tensor:
@@ -213,7 +217,7 @@ def partial_to_invariant(partial: Partial, *, tag: str, ordered: bool = False) -
     """
     value, group = _owed(partial, "partial_to_invariant"), partial.group
     if group.size > 1:
-        value = move("partial_to_invariant", value, group.handle, tag, 0, [], ordered)
+        value = move("partial_to_invariant", value, group, tag, 0, [], ordered)
     return value if partial.bias is None else value + partial.bias
 
 
@@ -222,7 +226,7 @@ def partial_to_token_shard(partial: Partial, split: Split, *, tag: str, ordered:
     value, group = _owed(partial, "partial_to_token_shard"), partial.group
     _check_axis(value, 0, split.total, group, split, "partial_to_token_shard")
     if group.size > 1:
-        value = move("partial_to_shard", value, group.handle, tag, 0, list(split.sizes), ordered)
+        value = move("partial_to_shard", value, group, tag, 0, split.sizes, ordered)
     return value if partial.bias is None else value + partial.bias
 
 
@@ -232,7 +236,7 @@ def partial_to_last_dim_shard(partial: Partial, split: Split, *, tag: str, order
     _check_axis(value, -1, split.total, group, split, "partial_to_last_dim_shard")
     bias = partial.bias
     if group.size > 1:
-        value = move("partial_to_shard", value, group.handle, tag, value.dim() - 1, list(split.sizes), ordered)
+        value = move("partial_to_shard", value, group, tag, value.dim() - 1, split.sizes, ordered)
         bias = None if bias is None else bias[slice(*split.ranges[group.rank])]
     return value if bias is None else value + bias
 
@@ -277,14 +281,14 @@ def _gather_move(
     _check_axis(x_shard, dim, split.size(group.rank), group, split, name)
     if group.size == 1:
         return x_shard
-    return move(name, x_shard, group.handle, tag, dim, list(split.sizes), ordered)
+    return move(name, x_shard, group, tag, dim, split.sizes, ordered)
 
 
 def _slice_move(x: Tensor, dim: int, split: Split, group: TensorParallelGroup, tag: str) -> Tensor:
     _check_axis(x, dim, split.total, group, split, "invariant_to_shard")
     if group.size == 1:
         return x
-    return move("invariant_to_shard", x, group.handle, tag, dim, list(split.sizes), False)
+    return move("invariant_to_shard", x, group, tag, dim, split.sizes, False)
 
 
 def _owed(partial: object, name: str) -> Tensor:

@@ -235,6 +235,7 @@ def _boundary(
     weight: Tensor | None,
     norm_bias: Tensor | None,
     tokens: int,
+    local_tokens: int,
     boundary: int,
     result: Result,
     kind: Literal["rms", "layer"],
@@ -259,6 +260,7 @@ def _boundary_fake(
     weight: Tensor | None,
     norm_bias: Tensor | None,
     tokens: int,
+    local_tokens: int,
     boundary: int,
     result: Result,
     *_: object,
@@ -266,16 +268,16 @@ def _boundary_fake(
     owner = _boundaries[boundary]
     given = residual if residual is not None else partial
     assert given is not None
-    local = owner.token_split(tokens).size(owner.group.rank)
-    rows = {"raw": 0, "shard": local, "gathered": tokens}[result]
+    # shapes from arguments alone: ranks share a compiler's cache on disk, and hold different numbers of tokens
+    rows = {"raw": 0, "shard": local_tokens, "gathered": tokens}[result]
     shape = (0,) if result == "raw" else (rows, given.shape[-1])
-    return given.new_empty((local, given.shape[-1]), dtype=owner.stream_dtype), given.new_empty(
+    return given.new_empty((local_tokens, given.shape[-1]), dtype=owner.stream_dtype), given.new_empty(
         shape, dtype=owner.output_dtype
     )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    residual, partial, bias, weight, norm_bias, tokens, boundary, result, *spec, tag = inputs
+    residual, partial, bias, weight, norm_bias, tokens, _, boundary, result, *spec, tag = inputs
     ctx.save_for_backward(output[0], weight, norm_bias, bias)
     ctx.residual_dtype = None if residual is None else residual.dtype
     ctx.partial_dtype = None if partial is None else partial.dtype
@@ -292,15 +294,15 @@ def _backward(ctx: Any, d_residual: Tensor, d_normed: Tensor) -> tuple[Tensor | 
     tokens, boundary, result, (kind, eps, weight_offset, weight_after_cast), tag = ctx.call
     owner = _boundaries[boundary]
     group, split, ordered = owner.group, owner.token_split(tokens), owner.executor.ordered
-    tag, sizes = f"{tag}.backward", list(split.sizes)
+    tag, sizes = f"{tag}.backward", split.sizes
     gradient = widen(d_residual)
     d_weight = d_norm_bias = None
     if weight is not None:
         if group.size > 1 and result == "gathered":
             if owner.sequence_parallel:
-                d_normed = move("partial_to_shard", d_normed, group.handle, tag, 0, sizes, ordered)
+                d_normed = move("partial_to_shard", d_normed, group, tag, 0, sizes, ordered)
             else:
-                d_normed = move("partial_to_invariant", d_normed, group.handle, tag, 0, [], ordered)
+                d_normed = move("partial_to_invariant", d_normed, group, tag, 0, [], ordered)
         spec = NormSpec(eps, kind, weight_offset, weight_after_cast)
         d_through_norm, d_weight, d_norm_bias = norm_backward(d_normed, new_residual, weight, norm_bias, spec)
         gradient = gradient + d_through_norm
@@ -308,17 +310,17 @@ def _backward(ctx: Any, d_residual: Tensor, d_normed: Tensor) -> tuple[Tensor | 
     if ctx.partial_dtype is not None:
         d_partial = gradient.to(ctx.partial_dtype)
         if owner.sequence_parallel and group.size > 1:
-            d_partial = move("shard_to_column_input", d_partial, group.handle, tag, 0, sizes, ordered)
+            d_partial = move("shard_to_column_input", d_partial, group, tag, 0, sizes, ordered)
         else:
             d_partial = invariant_to_column_input(d_partial, group, tag=tag, ordered=ordered)
         d_bias = None if bias is None else gradient.sum(0).to(bias.dtype)
     d_old_residual = None if ctx.residual_dtype is None else gradient.to(ctx.residual_dtype)
-    return (d_old_residual, d_partial, d_bias, d_weight, d_norm_bias, *(None,) * 8)
+    return (d_old_residual, d_partial, d_bias, d_weight, d_norm_bias, *(None,) * 9)
 
 
 LIBRARY.define(
-    "boundary(Tensor? residual, Tensor? partial, Tensor? bias, Tensor? weight, Tensor? norm_bias, SymInt tokens, int boundary, str result, "
-    "str kind, float eps, float weight_offset, bool weight_after_cast, str tag) -> (Tensor, Tensor)"
+    "boundary(Tensor? residual, Tensor? partial, Tensor? bias, Tensor? weight, Tensor? norm_bias, SymInt tokens, SymInt local_tokens, "
+    "int boundary, str result, str kind, float eps, float weight_offset, bool weight_after_cast, str tag) -> (Tensor, Tensor)"
 )
 LIBRARY.impl("boundary", _boundary, "CompositeExplicitAutograd")
 torch.library.register_fake("tp_residual::boundary", _boundary_fake, lib=LIBRARY)
@@ -338,9 +340,10 @@ def run_boundary(
 ) -> tuple[Tensor, Tensor]:
     """The operator with its objects taken apart. `(new residual, normed)`; normed is empty for a raw result."""
     given = spec or NormSpec(0.0)
+    local_tokens = boundary.token_split(tokens).size(boundary.group.rank)
     value, bias = (None, None) if partial is None else (partial.value, partial.bias)
     new_residual, normed = torch.ops.tp_residual.boundary(
-        residual, value, bias, weight, norm_bias, tokens, boundary.handle, result,
+        residual, value, bias, weight, norm_bias, tokens, local_tokens, boundary.handle, result,
         given.kind, given.eps, given.weight_offset, given.weight_after_cast, tag,
     )  # fmt: skip
     return new_residual, normed

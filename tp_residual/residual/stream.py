@@ -6,7 +6,7 @@
 A layer maps stream to stream and says nothing about collectives. Checkpointing, pipeline cuts and compilers see only this value.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import torch
@@ -85,7 +85,7 @@ class Stream:
                 f"{self.residual.device}; an update has the stream's hidden size and device"
             )
         self._use(f"write({update.source})")
-        return replace(self, owed=update if self.owed is None else self.owed + update, _used=[])
+        return self._with(self.residual, update if self.owed is None else self.owed + update)
 
     def read(self, norm: RMSNorm, result: Result = "gathered") -> tuple[Float[Tensor, "tokens hidden"], "Stream"]:
         """`(norm(residual + owed), the stream that owes nothing)`.
@@ -99,19 +99,19 @@ class Stream:
         )
         for tap in self.taps:
             tap(site, self.owed, residual, normed)
-        return normed, replace(self, residual=residual, owed=None, _used=[])
+        return normed, self._with(residual, None)
 
     def complete(self) -> "Stream":
         """The stream that owes nothing, without a norm: for pipeline cuts and for looking at the residual."""
         self._use("complete()")
         if self.owed is None:
-            return replace(self, _used=[])
+            return self._with(self.residual, None)
         residual, _ = run_boundary(
             self.boundary, self.tokens, self.residual, self.owed, None, None, None, "raw", "complete"
         )
         for tap in self.taps:
             tap(Site(self.owed.source, ""), self.owed, residual, None)
-        return replace(self, residual=residual, owed=None, _used=[])
+        return self._with(residual, None)
 
     def replicated(self) -> Float[Tensor, "tokens hidden"]:
         """The residual of all tokens, in token order, on every rank (one all-gather when token-sharded). Nothing may be owed."""
@@ -123,6 +123,9 @@ class Stream:
             return self.residual
         split = self.boundary.token_split(self.tokens)
         return token_shard_to_invariant(self.residual, split, self.boundary.group, tag="stream.replicated")
+
+    def _with(self, residual: Tensor | None, owed: Partial | None) -> "Stream":
+        return Stream(self.boundary, self.tokens, residual, owed, self.taps)
 
     def _use(self, how: str) -> None:
         if torch.compiler.is_compiling():

@@ -232,7 +232,7 @@ def check_cached(group: TensorParallelGroup) -> None:
         for sequence_parallel in ("off", "on"):
             model = sharded(config(name), group, weights, dtype=torch.float64, sequence_parallel=sequence_parallel)
             with nan_filled_memory():
-                cache = KVCache(config(name), group, rows=3, max_tokens=max(lengths), dtype=torch.float64)
+                cache = KVCache(model.layout, group, rows=3, max_tokens=max(lengths), dtype=torch.float64)
                 for parts in mixed_calls(sequences):
                     logits = model.lm_head.gather(model(TokenBatch.of(parts), cache).local_logits)
                     reference = torch.cat([expected[row][context : context + len(ids)] for row, context, ids in parts])

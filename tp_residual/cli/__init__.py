@@ -3,6 +3,7 @@
 import os
 import sys
 import traceback
+from importlib import import_module
 
 from tp_residual.cli.arguments import parse
 from tp_residual.cli.launch import leave, under_launcher
@@ -17,9 +18,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     arguments = parse(argv)
     try:
-        from tp_residual.cli import generate
-
-        generate.main(arguments, argv)
+        import_module(f"tp_residual.cli.{arguments.command}").main(arguments, argv)
         return 0
     except UserError as error:
         code = _say(str(error), 2)

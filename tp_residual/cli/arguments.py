@@ -1,10 +1,12 @@
 """What can be asked on the command line. A misspelt option is an error, never a guess."""
 
 import argparse
+from typing import TypeAlias
 
 from tp_residual import __version__
 
 DTYPES = ("float32", "bfloat16", "float16")
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -14,10 +16,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"tp_residual {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generate(commands)
+    _add_audit(commands)
     return parser.parse_args(argv)
 
 
-def _add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_generate(commands: Commands) -> None:
     command = commands.add_parser(
         "generate",
         help="continue prompts greedily",
@@ -25,7 +28,7 @@ def _add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
         epilog="Under torchrun every rank runs this command; outside it, --tp N starts N ranks on this machine.",
         allow_abbrev=False,
     )
-    command.add_argument("--model", required=True, metavar="DIR", help="a model directory in Hugging Face format")
+    _add_model(command)
     prompts = command.add_argument_group("prompts (each may be repeated: one batch)")
     prompts.add_argument("--prompt", action="append", default=[], metavar="TEXT")
     prompts.add_argument("--prompt-ids", action="append", default=[], metavar="1,2,3", help="token ids instead of text")
@@ -38,6 +41,37 @@ def _add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
         "--min-new-tokens", type=int, default=0, metavar="N", help="no stop token before N tokens (default 0)"
     )
     ends.add_argument("--ignore-eos", action="store_true", help="go on after a stop token")
+    _add_layout(command, sequence_parallel="auto")
+    _add_machine(command)
+    command.add_argument("--json", action="store_true", help="one JSON object a prompt instead of text")
+
+
+def _add_audit(commands: Commands) -> None:
+    command = commands.add_parser(
+        "audit",
+        help="who holds what and what it costs, from config.json alone",
+        description="Heads, bytes, blocks, collectives and memory of a layout: no ranks, no weights, no torch.",
+        allow_abbrev=False,
+    )
+    _add_model(command)
+    command.add_argument("--tp", type=int, required=True, metavar="N", help="tensor-parallel size")
+    command.add_argument("--sequence-parallel", choices=("off", "on"), default="off", help="(default off)")
+    command.add_argument("--dtype", choices=DTYPES, help="of weights and cache (default: the checkpoint's)")
+    command.add_argument("--stream-dtype", choices=DTYPES, help="of the residual stream (default: the weights')")
+    command.add_argument("--device-memory", metavar="80GB", help="of each device; says whether the fullest rank fits")
+    command.add_argument("--tokens", type=int, default=4096, metavar="N", help="of the largest pass (default 4096)")
+    command.add_argument("--sequences", type=int, default=1, metavar="N", help="in the KV cache (default 1)")
+    command.add_argument("--context", type=int, metavar="N", help="tokens a sequence (default: the model's maximum)")
+    command.add_argument("--blocks", action="store_true", help="list every parameter's blocks as well")
+    command.add_argument("--json", action="store_true", help="one JSON object, blocks included")
+
+
+def _add_model(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--model", required=True, metavar="DIR", help="a model directory in Hugging Face format")
+
+
+def _add_layout(command: argparse.ArgumentParser, *, sequence_parallel: str) -> None:
+    """sequence_parallel: the command's default."""
     layout = command.add_argument_group("layout and numerics")
     layout.add_argument(
         "--tp", type=int, metavar="N", help="tensor-parallel size (default: torchrun's world size, or 1)"
@@ -45,8 +79,8 @@ def _add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     layout.add_argument(
         "--sequence-parallel",
         choices=("off", "on", "auto"),
-        default="auto",
-        help="shard the stream by tokens (default auto)",
+        default=sequence_parallel,
+        help=f"shard the stream by tokens (default {sequence_parallel})",
     )
     layout.add_argument(
         "--boundary",
@@ -59,6 +93,9 @@ def _add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     layout.add_argument(
         "--round-reduced", action="store_true", help="round each sum before the add, as a plain all-reduce does"
     )
+
+
+def _add_machine(command: argparse.ArgumentParser) -> None:
     machine = command.add_argument_group("machine")
     machine.add_argument(
         "--device",
@@ -72,4 +109,3 @@ def _add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     machine.add_argument(
         "--timeout", type=float, default=300.0, metavar="S", help="limit of every wait in seconds (default 300)"
     )
-    command.add_argument("--json", action="store_true", help="one JSON object a prompt instead of text")

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import sys
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tp_residual.checkpoint.files import CheckpointFiles
-from tp_residual.cli.launch import open_group, relaunch, resolve_tp, threads_per_rank, under_launcher
+from tp_residual.cli.session import become_ranks, check_session, open_session
 from tp_residual.errors import RequestError
 from tp_residual.inference.request import GenerationSettings, check_prompts
 from tp_residual.inference.tokenizer import Tokenizer
 from tp_residual.model.config import ModelConfig
-from tp_residual.parallel.splits import check_heads
 
 if TYPE_CHECKING:
     from tp_residual.inference.generate import Generation, GenerationTimings
     from tp_residual.model.decoder import CausalLM
-    from tp_residual.parallel.group import TensorParallelGroup
 
 
 @dataclass(frozen=True)
@@ -36,22 +31,14 @@ class Job:
 
 
 def main(arguments: argparse.Namespace, argv: list[str]) -> None:
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
     job = prepare(arguments)
-    if job.tp_size > 1 and not under_launcher():
-        relaunch(argv, job.tp_size)
+    become_ranks(argv, job.tp_size)
     run(job, arguments)
 
 
 def prepare(arguments: argparse.Namespace) -> Job:
     """Everything that can be refused, refused: from files and arguments, which all ranks share."""
-    tp_size = resolve_tp(arguments.tp)
-    threads_per_rank(arguments.threads)
-    if arguments.timeout <= 0:
-        raise RequestError(f"--timeout {arguments.timeout:g} must be above 0 seconds")
-    config = ModelConfig.from_dir(arguments.model)
-    check_heads(config.num_attention_heads, tp_size)
-    CheckpointFiles.open(arguments.model)
+    config, tp_size = check_session(arguments)
     settings = GenerationSettings(
         max_new_tokens=arguments.max_new_tokens,
         min_new_tokens=arguments.min_new_tokens,
@@ -81,55 +68,29 @@ def _parse_ids(text: str) -> list[int]:
 
 def run(job: Job, arguments: argparse.Namespace) -> None:
     """One rank's part."""
-    import torch
-
-    from tp_residual.cli.report import LoadProgress, print_table
+    from tp_residual.cli.report import print_table
     from tp_residual.inference.generate import GenerationTimings, generate
-    from tp_residual.inference.loading import load_model
 
-    began = time.perf_counter()
-    torch.set_num_threads(threads_per_rank(arguments.threads))
-    group = open_group(arguments.device, arguments.timeout)
-    group.require_agreement("the command", vars(arguments) | {"config.json": job.config})
+    session = open_session(arguments, job.config)
+    group, model, loaded = session.group, session.model, session.loaded
     prompts: list[list[int]] = json.loads(
         group.share("prompts", json.dumps(job.prompts))[0]
-    )  # rank 0's: a chat template may read the clock
-    if group.rank == 0:
-        for warning in job.config.warnings:
-            print(f"tp_residual: warning: {warning}", file=sys.stderr)
-    with LoadProgress(group.rank == 0) as progress:
-        model, loaded = load_model(
-            arguments.model,
-            group,
-            dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
-            stream_dtype=getattr(torch, arguments.stream_dtype) if arguments.stream_dtype else None,
-            sequence_parallel=arguments.sequence_parallel,
-            boundary=arguments.boundary,
-            round_reduced=arguments.round_reduced,
-            progress=progress,
-        )
-    model.requires_grad_(False)
-    if group.rank == 0:
-        for (old, new), count in loaded.casts.items():
-            print(f"cast {count} tensors from {old} to {new}", file=sys.stderr)
-        if arguments.sequence_parallel == "auto" and group.size > 1:
-            print(f"sequence parallel: auto, from {model.auto_threshold_tokens()} tokens a pass on", file=sys.stderr)
-    loaded_after = time.perf_counter() - began
+    )  # a template may read the clock
     timings = GenerationTimings()
-    printer = _StreamPrinter(job) if group.rank == 0 and not arguments.json and len(job.prompts) == 1 else None
+    printer = _StreamPrinter(job) if group.rank == 0 and not arguments.json and len(prompts) == 1 else None
     results = generate(model, prompts, group, job.settings, on_token=printer, timings=timings)
     shared = [json.loads(text) for text in group.share("bytes", json.dumps([loaded.bytes_read, loaded.bytes_held]))]
     if group.rank == 0:
         if printer is not None:
             printer.finish()
         elif arguments.json:
-            _print_json(job, arguments, model, results, timings, loaded_after)
+            _print_json(job, arguments, model, results, timings, session.load_s)
         else:
             for result in results:
                 print(f"[{result.index}] {_text(job, result)}")
         sys.stdout.flush()
         print_table(arguments.model, model, group, timings, shared)
-    _finish(group)
+    session.close()
 
 
 class _StreamPrinter:
@@ -156,7 +117,7 @@ def _print_json(
     model: CausalLM,
     results: list[Generation],
     timings: GenerationTimings,
-    loaded_after: float,
+    load_s: float,
 ) -> None:
     """One object a prompt; the timings are the batch's, the settings as resolved."""
     boundary = model.boundary_for(timings.prefill_tokens)
@@ -176,7 +137,7 @@ def _print_json(
         "chat": arguments.chat,
     }
     times = {
-        "load_s": round(loaded_after, 4),
+        "load_s": round(load_s, 4),
         "prefill_s": round(timings.prefill_s, 4),
         "prefill_tokens": timings.prefill_tokens,
         "decode_s": round(timings.decode_s, 4),
@@ -194,12 +155,3 @@ def _print_json(
             "settings": settings,
         }
         print(json.dumps(entry, ensure_ascii=False))
-
-
-def _finish(group: TensorParallelGroup) -> None:
-    import torch.distributed as dist
-
-    group.share("done", "")  # nobody closes the side channel while another still reads it
-    group.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()

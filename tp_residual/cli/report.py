@@ -10,7 +10,6 @@ from rich.table import Table
 from tp_residual.inference.generate import GenerationTimings
 from tp_residual.model.decoder import CausalLM
 from tp_residual.parallel.group import TensorParallelGroup
-from tp_residual.parallel.splits import HeadSplit
 
 
 class LoadProgress:
@@ -53,7 +52,7 @@ def print_table(
     table.add_row("tp", str(group.size))
     table.add_row("mode", f"prefill {_mode(prefill.sequence_parallel)}, decode {_mode(decode.sequence_parallel)}")
     table.add_row("executor", decode.executor.name)
-    heads = HeadSplit.of(config.num_attention_heads, config.num_key_value_heads, group.size)
+    heads = model.layout.heads
     for rank, (query, key_value) in enumerate(zip(heads.query.ranges, heads.key_value.ranges, strict=True)):
         read, held = rank_bytes[rank]
         table.add_row(

@@ -69,7 +69,7 @@ def generate(
     timings = timings if timings is not None else GenerationTimings()
     results = [Generation(index, len(prompt)) for index, prompt in enumerate(prompts)]
     longest = max(len(prompt) for prompt in prompts) + settings.max_new_tokens
-    cache = KVCache(model.config, group, rows=len(prompts), max_tokens=longest, dtype=model.dtype)
+    cache = KVCache(model.layout, group, rows=len(prompts), max_tokens=longest, dtype=model.dtype)
     timings.kv_cache_bytes = cache.nbytes
     parts = [(row, 0, list(prompt)) for row, prompt in enumerate(prompts)]
     checksum = zlib.crc32(

@@ -5,19 +5,24 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tp_residual.model.attention_backend import HeadGroups, TokenBatch, attend_sequence
-from tp_residual.model.config import ModelConfig
+from tp_residual.model.layout import ModelLayout
 from tp_residual.parallel.group import TensorParallelGroup
-from tp_residual.parallel.splits import HeadSplit
 
 
 class KVCache:
     """Attention backend over `[rows, local_kv_heads, max_tokens, head_dim]` a layer; nothing is copied when a sequence grows."""
 
     def __init__(
-        self, config: ModelConfig, group: TensorParallelGroup, *, rows: int, max_tokens: int, dtype: torch.dtype
+        self, layout: ModelLayout, group: TensorParallelGroup, *, rows: int, max_tokens: int, dtype: torch.dtype
     ) -> None:
-        heads = HeadSplit.of(config.num_attention_heads, config.num_key_value_heads, group.size)
-        shape = (config.num_hidden_layers, 2, rows, heads.key_value.size(group.rank), max_tokens, config.head_dim)
+        shape = (
+            layout.config.num_hidden_layers,
+            2,
+            rows,
+            layout.heads.key_value.size(group.rank),
+            max_tokens,
+            layout.config.head_dim,
+        )
         self._kv = torch.empty(shape, dtype=dtype, device=group.device)
 
     @property

@@ -6,12 +6,11 @@ from torch import Tensor, nn
 
 from tp_residual.kernels.contract import NormSpec
 from tp_residual.model.attention_backend import AttentionBackend, HeadGroups, TokenBatch
-from tp_residual.model.config import ModelConfig
+from tp_residual.model.layout import ModelLayout
 from tp_residual.model.rope import RopeTables, apply_rope
 from tp_residual.parallel.group import TensorParallelGroup
 from tp_residual.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from tp_residual.parallel.partial import Partial
-from tp_residual.parallel.splits import HeadSplit
 from tp_residual.residual.norms import RMSNorm
 
 
@@ -20,7 +19,7 @@ class Attention(nn.Module):
 
     def __init__(
         self,
-        config: ModelConfig,
+        layout: ModelLayout,
         layer: int,
         group: TensorParallelGroup,
         *,
@@ -28,10 +27,9 @@ class Attention(nn.Module):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        heads = HeadSplit.of(config.num_attention_heads, config.num_key_value_heads, group.size)
-        rows, kv_rows = heads.query.scaled(config.head_dim), heads.key_value.scaled(config.head_dim)
+        config, rows, kv_rows = layout.config, layout.query_rows, layout.key_value_rows
         self.layer, self.head_dim, self.window = layer, config.head_dim, config.sliding_window[layer]
-        self.groups = HeadGroups(heads, group.rank, group.device)
+        self.groups = HeadGroups(layout.heads, group.rank, group.device)
         self.qkv_proj = ColumnParallelLinear(
             config.hidden_size,
             {"q_proj": rows, "k_proj": kv_rows, "v_proj": kv_rows},

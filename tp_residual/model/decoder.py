@@ -11,11 +11,11 @@ from tp_residual.kernels.contract import NormSpec, norm
 from tp_residual.model.attention import Attention
 from tp_residual.model.attention_backend import AttentionBackend, TokenBatch
 from tp_residual.model.config import ModelConfig
+from tp_residual.model.layout import ModelLayout
 from tp_residual.model.mlp import MLP
 from tp_residual.model.rope import RopeTables, rope_tables
 from tp_residual.parallel.collectives import token_shard_to_invariant
 from tp_residual.parallel.group import TensorParallelGroup
-from tp_residual.parallel.splits import Split
 from tp_residual.parallel.vocabulary import VocabParallelEmbedding, VocabParallelHead
 from tp_residual.residual.boundary import Boundary, Site, Tap
 from tp_residual.residual.norms import RMSNorm
@@ -33,7 +33,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(
         self,
-        config: ModelConfig,
+        layout: ModelLayout,
         layer: int,
         group: TensorParallelGroup,
         *,
@@ -41,6 +41,7 @@ class DecoderLayer(nn.Module):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
+        config = layout.config
         spec = NormSpec(config.rms_norm_eps, weight_after_cast=config.weight_after_cast)
 
         def layer_norm(name: str) -> RMSNorm:
@@ -48,9 +49,9 @@ class DecoderLayer(nn.Module):
             return RMSNorm(config.hidden_size, spec, group, partial_gradient=sequence_parallel, name=path, dtype=dtype)
 
         self.input_layernorm = layer_norm("input_layernorm")
-        self.self_attn = Attention(config, layer, group, sequence_parallel=sequence_parallel, dtype=dtype)
+        self.self_attn = Attention(layout, layer, group, sequence_parallel=sequence_parallel, dtype=dtype)
         self.post_attention_layernorm = layer_norm("post_attention_layernorm")
-        self.mlp = MLP(config, layer, group, sequence_parallel=sequence_parallel, dtype=dtype)
+        self.mlp = MLP(layout, layer, group, sequence_parallel=sequence_parallel, dtype=dtype)
 
     def forward(self, stream: Stream, rope: RopeTables, batch: TokenBatch, backend: AttentionBackend) -> Stream:
         x, stream = stream.read(self.input_layernorm)
@@ -63,15 +64,15 @@ class Decoder(nn.Module):
     """Everything below the head; parameter names as in the checkpoint's `model.`"""
 
     def __init__(
-        self, config: ModelConfig, group: TensorParallelGroup, *, sequence_parallel: bool, dtype: torch.dtype
+        self, layout: ModelLayout, group: TensorParallelGroup, *, sequence_parallel: bool, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        vocabulary = Split.even(config.vocab_size, group.size)
+        config = layout.config
         self.embed_tokens = VocabParallelEmbedding(
-            vocabulary, config.hidden_size, group, name="model.embed_tokens", dtype=dtype
+            layout.vocabulary, config.hidden_size, group, name="model.embed_tokens", dtype=dtype
         )
         self.layers = nn.ModuleList(
-            DecoderLayer(config, layer, group, sequence_parallel=sequence_parallel, dtype=dtype)
+            DecoderLayer(layout, layer, group, sequence_parallel=sequence_parallel, dtype=dtype)
             for layer in range(config.num_hidden_layers)
         )
         spec = NormSpec(config.rms_norm_eps, weight_after_cast=config.weight_after_cast)
@@ -116,9 +117,10 @@ class CausalLM(nn.Module):
             )
         self.config, self.group, self.dtype, self.sequence_parallel = config, group, dtype, sequence_parallel
         sharded = sequence_parallel == "on"
-        self.model = Decoder(config, group, sequence_parallel=sharded, dtype=dtype)
+        self.layout = ModelLayout.of(config, group.size)
+        self.model = Decoder(self.layout, group, sequence_parallel=sharded, dtype=dtype)
         self.lm_head = VocabParallelHead(
-            Split.even(config.vocab_size, group.size),
+            self.layout.vocabulary,
             config.hidden_size,
             group,
             tied_to=self.model.embed_tokens if config.tie_word_embeddings else None,

@@ -5,11 +5,10 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tp_residual.model.config import ModelConfig
+from tp_residual.model.layout import ModelLayout
 from tp_residual.parallel.group import TensorParallelGroup
 from tp_residual.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from tp_residual.parallel.partial import Partial
-from tp_residual.parallel.splits import Split
 
 
 class MLP(nn.Module):
@@ -17,7 +16,7 @@ class MLP(nn.Module):
 
     def __init__(
         self,
-        config: ModelConfig,
+        layout: ModelLayout,
         layer: int,
         group: TensorParallelGroup,
         *,
@@ -25,7 +24,7 @@ class MLP(nn.Module):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        features = Split.even(config.intermediate_size, group.size)
+        config, features = layout.config, layout.intermediate
         self.gate_up_proj = ColumnParallelLinear(
             config.hidden_size, {"gate_proj": features, "up_proj": features}, group, bias=config.mlp_bias, dtype=dtype
         )

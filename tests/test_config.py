@@ -307,7 +307,39 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"rope_theta": -1.0}, ["rope_theta=-1.0", "above 0"]),
     ({"rope_theta": None}, ["rope_theta=null", "number"]),
     ({"rope_scaling": [1]}, ["rope_scaling=[1]", "object"]),
-    ({"rope_scaling": {"type": "dynamic", "factor": 2}}, ['rope_scaling.rope_type="dynamic"', "default or linear"]),
+    (
+        {"rope_scaling": {"type": "longrope", "factor": 2}},
+        ['rope_scaling.rope_type="longrope"', "default or linear or dynamic"],
+    ),
+    ({"num_key_value_head": 1}, ["num_key_value_head is not a field, and num_key_value_heads is"]),
+    ({"rms_norm_epss": 1e-3}, ["rms_norm_epss is not a field, and rms_norm_eps is"]),
+    (
+        {"rope_parameters": {"rope_type": "linear", "factor": 2, "rope_thetas": 5}},
+        ["rope_parameters.rope_thetas is not a field"],
+    ),
+    ({"rope_scaling": {"type": "dynamic"}}, ["rope_scaling.factor is missing"]),
+    ({"rope_scaling": {"type": "dynamic", "factor": 0.5}}, ["factor=0.5", "at least 1"]),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, ["low_freq_factor is missing"]),
+    (
+        {
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8,
+                "low_freq_factor": 4,
+                "high_freq_factor": 1,
+                "original_max_position_embeddings": 8,
+            }
+        },
+        ["low_freq_factor=4.0", "below high_freq_factor=1.0"],
+    ),
+    (
+        {"rope_scaling": {"rope_type": "yarn", "factor": 8, "beta_fast": 1, "beta_slow": 2}},
+        ["beta_slow=2.0", "below beta_fast=1.0"],
+    ),
+    (
+        {"rope_scaling": {"rope_type": "yarn", "factor": 8, "original_max_position_embeddings": 0}},
+        ["original_max_position_embeddings=0"],
+    ),
     ({"rope_scaling": {"rope_type": "linear"}}, ["rope_scaling.factor is missing"]),
     ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, ["rope_factor=0.0", "above 0"]),
     ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, ['rope_scaling.factor="2"', "number"]),
@@ -348,7 +380,7 @@ def test_bad_values_are_named(changes: dict[str, Any], parts: list[str]) -> None
     assert len(message) < 400
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "yarn", "llama3", "longrope", "proportional", "su", "mrope"])
+@pytest.mark.parametrize("kind", ["longrope", "proportional", "su", "mrope"])
 def test_other_rope_types_are_refused_by_name(kind: str) -> None:
     assert f'"{kind}"' in refusal(small(rope_parameters={"rope_type": kind, "rope_theta": 1e4, "factor": 8.0}))
 

@@ -32,6 +32,12 @@ class TokenBatch:
     positions: Int[Tensor, " tokens"]
     spans: tuple[Span, ...]
 
+    @property
+    def sequence_lengths(self) -> Int[Tensor, " tokens"]:
+        """For each token, the length of its sequence once this call is done."""
+        lengths = [span.context + span.stop - span.start for span in self.spans for _ in range(span.stop - span.start)]
+        return torch.tensor(lengths, dtype=torch.long, device=self.positions.device)
+
     @classmethod
     def prefill(cls, sequences: list[list[int]], device: torch.device | str = "cpu") -> "TokenBatch":
         """Whole sequences from position 0, rows 0, 1, 2, ..."""

@@ -4,6 +4,7 @@
 line checks a request with it before any rank starts.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from os import PathLike
@@ -14,7 +15,7 @@ from tp_residual.model.families import FAMILIES, Family
 from tp_residual.model.fields import NESTED, Fields, is_integer, is_number, model_dir, named, present, read_json, show
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-ROPE_TYPES = ("default", "linear")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 # Fields that some families read and others fix. Where a family fixes the fact, the field may only repeat it.
@@ -30,6 +31,35 @@ _SIZES = (
     "vocab_size",
     "max_position_embeddings",
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """What llama3 and yarn need beyond theta and factor. original_max_position_embeddings: the length of pretraining.
+
+    low_freq_factor, high_freq_factor: of llama3. beta_fast, beta_slow, truncate: of yarn (arXiv 2309.00071), whose cosines and sines are
+    multiplied by attention_factor.
+    """
+
+    original_max_position_embeddings: int
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        if self.original_max_position_embeddings < 1:
+            raise ConfigError(
+                f"original_max_position_embeddings={self.original_max_position_embeddings} must be at least 1"
+            )
+        if not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ConfigError(
+                f"low_freq_factor={self.low_freq_factor} must be above 0 and below high_freq_factor={self.high_freq_factor}"
+            )
+        if not 0 < self.beta_slow < self.beta_fast:
+            raise ConfigError(f"beta_slow={self.beta_slow} must be above 0 and below beta_fast={self.beta_fast}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +83,8 @@ class ModelConfig:
     hidden_act: str = "silu"
     rope_theta: float
     rope_type: str = "default"
-    rope_factor: float = 1.0  # of "linear": every frequency is divided by it
+    rope_factor: float = 1.0  # how many times longer than in pretraining; 1 for "default"
+    rope_scaling: RopeScaling | None = None  # of "llama3" and "yarn"
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
@@ -90,6 +121,12 @@ class ModelConfig:
             raise ConfigError(f"rope_type={show(self.rope_type)} is not supported; use {' or '.join(ROPE_TYPES)}")
         if self.rope_type == "default" and self.rope_factor != 1:
             raise ConfigError(f"rope factor={self.rope_factor} means nothing for rope_type=default; use 1, or linear")
+        if self.rope_type != "default" and self.rope_factor < 1:
+            raise ConfigError(f"rope factor={self.rope_factor} must be at least 1: a longer context, not a shorter one")
+        if (self.rope_scaling is not None) != (self.rope_type in ("llama3", "yarn")):
+            raise ConfigError(
+                f"rope_type={self.rope_type} with rope_scaling={self.rope_scaling}: only llama3 and yarn have one"
+            )
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ConfigError(f"dtype={show(self.dtype)} is not supported; use one of {', '.join(DTYPES)}")
         if len(self.sliding_window) != self.num_hidden_layers:
@@ -105,6 +142,20 @@ class ModelConfig:
             if value is not None and (not is_integer(value) or not 0 <= value < self.vocab_size):
                 legal = f"0 to {self.vocab_size - 1}"
                 raise ConfigError(f"{name}={show(value)} is outside the vocabulary; use {legal}, or null for none")
+
+    @property
+    def max_sequence_length(self) -> int:
+        """The longest legal sequence. linear and dynamic configs keep the length of pretraining in max_position_embeddings, yarn in its own
+        field, and reach `factor` times that; llama3 configs state the new length themselves.
+        """
+        if self.rope_type in ("linear", "dynamic"):
+            return int(self.max_position_embeddings * self.rope_factor)
+        if self.rope_type == "yarn":
+            assert self.rope_scaling is not None
+            return max(
+                self.max_position_embeddings, int(self.rope_scaling.original_max_position_embeddings * self.rope_factor)
+            )
+        return self.max_position_embeddings
 
     @classmethod
     def from_dir(cls, path: str | PathLike[str]) -> "ModelConfig":
@@ -147,7 +198,8 @@ def _build(fields: Fields) -> ModelConfig:
         head_dim = hidden_size // heads
     hidden_act = fields.text("hidden_act", "silu")
     pad_token_id = fields.integer_or_null("pad_token_id", None)
-    rope_theta, rope_type, rope_factor, rope_unknown = _rope(fields, family)
+    max_position_embeddings = fields.integer("max_position_embeddings", family.max_position_embeddings)
+    rope_theta, rope_type, rope_factor, rope_scaling, rope_unknown = _rope(fields, family, max_position_embeddings)
     config = ModelConfig(
         model_type=model_type,
         hidden_size=hidden_size,
@@ -157,12 +209,13 @@ def _build(fields: Fields) -> ModelConfig:
         num_key_value_heads=heads if kv_heads is None else kv_heads,
         head_dim=head_dim,
         vocab_size=fields.integer("vocab_size"),
-        max_position_embeddings=fields.integer("max_position_embeddings", family.max_position_embeddings),
+        max_position_embeddings=max_position_embeddings,
         rms_norm_eps=fields.number("rms_norm_eps", family.rms_norm_eps),
         hidden_act="silu" if hidden_act == "swish" else hidden_act,
         rope_theta=rope_theta,
         rope_type=rope_type,
         rope_factor=rope_factor,
+        rope_scaling=rope_scaling,
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         qkv_bias=_fact(fields, family.qkv_bias),
         o_bias=_fact(fields, family.o_bias),
@@ -189,8 +242,10 @@ def _fact(fields: Fields, rule: bool | str) -> bool:
     return fields.flag(rule) if isinstance(rule, str) else rule
 
 
-def _rope(fields: Fields, family: Family) -> tuple[float, str, float, list[str]]:
-    """theta, type, factor and the names not understood, from rope_theta with rope_scaling, or from rope_parameters."""
+def _rope(
+    fields: Fields, family: Family, max_position_embeddings: int
+) -> tuple[float, str, float, RopeScaling | None, list[str]]:
+    """theta, type, factor, scaling and the names not understood, from rope_theta with rope_scaling, or from rope_parameters."""
     theta = fields.number("rope_theta", family.rope_theta)
     old, new = fields.object_or_null("rope_scaling"), fields.object_or_null("rope_parameters")
     if old and new and old != new:
@@ -208,8 +263,39 @@ def _rope(fields: Fields, family: Family) -> tuple[float, str, float, list[str]]
     inner_theta = rope.number("rope_theta", theta)
     if "rope_theta" in fields.values and inner_theta != theta:
         raise ConfigError(f"rope_theta={theta} and {name}.rope_theta={inner_theta} differ; keep one")
-    factor = rope.number("factor") if kind == "linear" else rope.number("factor", 1.0)
-    return inner_theta, kind, factor, rope.unknown()
+    original = rope.integer("original_max_position_embeddings", max_position_embeddings)
+    if kind == "yarn" and values.get("factor") is None and original > 0:
+        factor = max_position_embeddings / original
+    else:
+        factor = rope.number("factor", 1.0) if kind == "default" else rope.number("factor")
+    scaling = None
+    if kind == "llama3":
+        low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+        original = rope.integer("original_max_position_embeddings")
+        scaling = RopeScaling(original_max_position_embeddings=original, low_freq_factor=low, high_freq_factor=high)
+    elif kind == "yarn":
+        scaling = RopeScaling(
+            original_max_position_embeddings=original,
+            attention_factor=_yarn_attention_factor(rope, factor),
+            beta_fast=rope.number("beta_fast", 32.0),
+            beta_slow=rope.number("beta_slow", 1.0),
+            truncate=rope.flag("truncate", True),
+        )
+    return inner_theta, kind, factor, scaling, rope.unknown()
+
+
+def _yarn_attention_factor(rope: Fields, factor: float) -> float:
+    """As given, or `0.1 mscale log(factor) + 1` over the same with mscale_all_dim (arXiv 2309.00071, section 3.4; mscale is DeepSeek's)."""
+
+    def attention_scale(mscale: float) -> float:
+        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    mscale, mscale_all_dim = (rope.number(name, 0.0) for name in ("mscale", "mscale_all_dim"))
+    if rope.values.get("attention_factor") is not None:
+        return rope.number("attention_factor")
+    if mscale and mscale_all_dim:
+        return attention_scale(mscale) / attention_scale(mscale_all_dim)
+    return attention_scale(1.0)
 
 
 def _windows(fields: Fields, family: Family, model_type: str, num_hidden_layers: int) -> tuple[int | None, ...]:

@@ -168,7 +168,8 @@ class CausalLM(nn.Module):
         if output_hidden_states:
             taps = (*taps, lambda site, _partial, residual, _normed: _keep_layer_input(states, site, residual))
         boundary = self.boundary_for(batch.token_ids.shape[0])
-        rope = rope_tables(self.config, batch.positions, self.dtype)
+        lengths = batch.sequence_lengths if self.config.rope_type == "dynamic" else None
+        rope = rope_tables(self.config, batch.positions, self.dtype, lengths)
         stream = Stream.start(self.model.embed_tokens(batch.token_ids), boundary, taps)
         for layer in self.model.layers:
             stream = layer(stream, rope, batch, backend)

@@ -4,6 +4,7 @@ An option that is read over is a model that runs and answers wrongly. So a field
 type checked), known to be harmless, refused unless it has its neutral value, or reported as unknown. Imports no torch.
 """
 
+import difflib
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -138,6 +139,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
+NEAR_MISS = (
+    0.88  # difflib's ratio: num_key_value_head is 0.97 from its field, unrelated names of real configs stay below 0.8
+)
 REQUIRED: Any = object()  # the default of a field that must be there
 
 
@@ -214,4 +218,11 @@ class Fields:
         for name in left:
             if name in REFUSED:
                 self.check_neutral(name)
-        return [self.prefix + name for name in left if name not in REFUSED]
+        strangers = [name for name in left if name not in REFUSED]
+        for name in strangers:
+            near = difflib.get_close_matches(name, sorted(self.used), 1, NEAR_MISS)
+            if near:
+                raise ConfigError(
+                    f"{self.prefix}{name} is not a field, and {self.prefix}{near[0]} is: a misspelt size would be ignored; correct or remove it"
+                )
+        return [self.prefix + name for name in strangers]

@@ -8,6 +8,7 @@ from importlib import import_module
 from tp_residual.cli.arguments import parse
 from tp_residual.cli.launch import leave, under_launcher
 from tp_residual.errors import CollectiveError, GenerationError, UserError
+from tp_residual.inference.hub import CONFIG_ONLY, EVERYTHING, resolve_model
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -18,6 +19,9 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     arguments = parse(argv)
     try:
+        if hasattr(arguments, "model"):
+            config_only = arguments.command == "audit" or getattr(arguments, "weights", None) is not None
+            arguments.model = resolve_model(arguments.model, CONFIG_ONLY if config_only else EVERYTHING)
         import_module(f"tp_residual.cli.{arguments.command}").main(arguments, argv)
         return 0
     except UserError as error:

@@ -17,6 +17,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generate(commands)
     _add_audit(commands)
+    _add_env(commands)
     return parser.parse_args(argv)
 
 
@@ -66,13 +67,25 @@ def _add_audit(commands: Commands) -> None:
     command.add_argument("--json", action="store_true", help="one JSON object, blocks included")
 
 
+def _add_env(commands: Commands) -> None:
+    command = commands.add_parser(
+        "env", help="versions, devices, cores and memory, for a bug report", allow_abbrev=False
+    )
+    command.add_argument("--json", action="store_true", help="one JSON object")
+
+
 def _add_model(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--model", required=True, metavar="DIR", help="a model directory in Hugging Face format")
+    command.add_argument(
+        "--model", required=True, metavar="DIR_OR_ID", help="a directory in Hugging Face format, or a hub id"
+    )
 
 
 def _add_layout(command: argparse.ArgumentParser, *, sequence_parallel: str) -> None:
     """sequence_parallel: the command's default."""
     layout = command.add_argument_group("layout and numerics")
+    layout.add_argument(
+        "--weights", metavar="random:SEED", help="from a seed; only config.json is read (default: the checkpoint)"
+    )
     layout.add_argument(
         "--tp", type=int, metavar="N", help="tensor-parallel size (default: torchrun's world size, or 1)"
     )

@@ -4,6 +4,7 @@ import sys
 from types import TracebackType
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
@@ -46,7 +47,8 @@ def print_table(
     prefill, decode = model.boundary_for(timings.prefill_tokens), model.boundary_for(1)
     table = Table(show_header=False, title="tp_residual", title_justify="left")
     table.add_row(
-        "model", f"{model_dir} ({config.model_type}, {config.num_hidden_layers} layers, hidden {config.hidden_size})"
+        "model",
+        f"{escape(model_dir)} ({config.model_type}, {config.num_hidden_layers} layers, hidden {config.hidden_size})",
     )
     table.add_row("device", f"{group.device.type}, weights {_dtype(model.dtype)}, stream {_dtype(decode.stream_dtype)}")
     table.add_row("tp", str(group.size))

@@ -29,8 +29,21 @@ def check_session(arguments: argparse.Namespace) -> tuple[ModelConfig, int]:
         raise RequestError(f"--timeout {arguments.timeout:g} must be above 0 seconds")
     config = ModelConfig.from_dir(arguments.model)
     check_heads(config.num_attention_heads, tp_size)
-    CheckpointFiles.open(arguments.model)
+    if parse_weights(arguments.weights) is None:
+        CheckpointFiles.open(arguments.model)
     return config, tp_size
+
+
+def parse_weights(text: str | None) -> int | None:
+    """None for a checkpoint, or the seed of `random:SEED`."""
+    if text is None:
+        return None
+    kind, _, seed = text.partition(":")
+    if kind != "random" or not seed.isdecimal() or int(seed) >= 1 << 63:
+        raise RequestError(
+            f"--weights {text!r} is not random:SEED with a whole number below 2**63; leave it out to read the checkpoint"
+        )
+    return int(seed)
 
 
 def become_ranks(argv: list[str], tp_size: int) -> None:
@@ -82,6 +95,7 @@ def open_session(arguments: argparse.Namespace, config: ModelConfig) -> Session:
             sequence_parallel=arguments.sequence_parallel,
             boundary=arguments.boundary,
             round_reduced=arguments.round_reduced,
+            random_seed=parse_weights(arguments.weights),
             progress=progress,
         )
     model.requires_grad_(False)

@@ -7,6 +7,7 @@ import torch
 
 from tp_residual.checkpoint.files import CheckpointFiles
 from tp_residual.checkpoint.load import LoadReport, load_checkpoint, plan_load
+from tp_residual.checkpoint.random_weights import fill_random
 from tp_residual.model.config import ModelConfig
 from tp_residual.model.decoder import CausalLM
 from tp_residual.parallel.blocks import parameter_blocks
@@ -24,14 +25,17 @@ def load_model(
     sequence_parallel: str = "off",
     boundary: str = "auto",
     round_reduced: bool = False,
+    random_seed: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[CausalLM, LoadReport]:
     """dtype: of the weights, the checkpoint's config unless given; the other options as in `CausalLM`. progress(bytes done, bytes).
 
+    random_seed: weights from that seed instead of the checkpoint's; config.json is then all that is read.
+
     Raises ConfigError, SplitError or CheckpointError on every rank, before a weight is read.
     """
     config = ModelConfig.from_dir(model_dir)
-    files = CheckpointFiles.open(model_dir)
+    files = CheckpointFiles.open(model_dir) if random_seed is None else None
     model = CausalLM(
         config,
         group,
@@ -41,6 +45,9 @@ def load_model(
         boundary=boundary,
         round_reduced=round_reduced,
     )
+    if files is None:
+        assert random_seed is not None
+        return model, fill_random(parameter_blocks(model), random_seed, progress=progress)
     tied = config.tie_word_embeddings
     plan = plan_load(
         parameter_blocks(model), files, tied_head=HEAD if tied else None, tied_to=EMBEDDING if tied else None

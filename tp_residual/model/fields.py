@@ -223,6 +223,6 @@ class Fields:
             near = difflib.get_close_matches(name, sorted(self.used), 1, NEAR_MISS)
             if near:
                 raise ConfigError(
-                    f"{self.prefix}{name} is not a field, and {self.prefix}{near[0]} is: a misspelt size would be ignored; correct or remove it"
+                    f"{self.prefix}{name} is not a field, and {self.prefix}{near[0]} is; correct or remove it"
                 )
         return [self.prefix + name for name in strangers]

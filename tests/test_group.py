@@ -255,3 +255,16 @@ def call_from_ranks_alone(group):
 
 def test_a_group_that_not_all_members_make(ranks):
     ranks(2, call_from_ranks_alone)
+
+
+def count_keys(group):
+    keys = []
+    for call in range(12):
+        group.run("all_reduce", f"call {call}", torch.ones(3), lambda transport, x: transport.all_reduce(x))
+        keys.append(group.store.num_keys())
+    return keys
+
+
+def test_checked_mode_leaves_no_trail_in_the_side_channel(ranks):
+    for keys in ranks(3, count_keys, checked=True):
+        assert max(keys[4:]) <= max(keys[:4]) + 6  # two calls of three ranks, whatever they are at

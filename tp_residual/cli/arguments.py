@@ -16,6 +16,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"tp_residual {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generate(commands)
+    _add_score(commands)
     _add_audit(commands)
     _add_env(commands)
     return parser.parse_args(argv)
@@ -24,7 +25,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def _add_generate(commands: Commands) -> None:
     command = commands.add_parser(
         "generate",
-        help="continue prompts greedily",
+        help="continue prompts",
         description="Continue one or more prompts. Text or JSON on stdout, everything else on stderr.",
         epilog="Under torchrun every rank runs this command; outside it, --tp N starts N ranks on this machine.",
         allow_abbrev=False,
@@ -36,15 +37,65 @@ def _add_generate(commands: Commands) -> None:
     prompts.add_argument(
         "--chat", action="store_true", help="each --prompt is a user message in the model's chat template"
     )
+    _add_files(
+        command.add_argument_group("files"),
+        "--prompt-file",
+        'one {"prompt": ...}, {"prompt_ids": [...]} or {"messages": [...]} a line; answers are JSON lines',
+    )
     ends = command.add_argument_group("length")
     ends.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="(default 128)")
     ends.add_argument(
         "--min-new-tokens", type=int, default=0, metavar="N", help="no stop token before N tokens (default 0)"
     )
     ends.add_argument("--ignore-eos", action="store_true", help="go on after a stop token")
+    ends.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; may be repeated")
+    sampling = command.add_argument_group(
+        "sampling (over generation_config.json; greedy unless it or an option says so)"
+    )
+    sampling.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
+    sampling.add_argument("--top-k", type=int, metavar="K", help="the K likeliest tokens; 0 is off")
+    sampling.add_argument("--top-p", type=float, metavar="P", help="the likeliest tokens of mass P together; 1 is off")
+    sampling.add_argument("--min-p", type=float, metavar="P", help="tokens at least P times as likely as the likeliest")
+    sampling.add_argument("--repetition-penalty", type=float, metavar="X", help="on tokens seen before; 1 is off")
+    sampling.add_argument("--seed", type=int, default=0, metavar="N", help="(default 0)")
+    sampling.add_argument("--n", type=int, default=1, metavar="N", help="samples a prompt (default 1)")
+    watching = command.add_argument_group("watching")
+    watching.add_argument("--logprobs", type=int, metavar="K", help="of each new token and of the K likeliest, in JSON")
+    watching.add_argument("--prompt-logprobs", type=int, metavar="K", help="the same for the prompt's tokens")
+    watching.add_argument(
+        "--check-finite", action="store_true", help="name layer and rank where NaN or infinity first appears"
+    )
     _add_layout(command, sequence_parallel="auto")
     _add_machine(command)
     command.add_argument("--json", action="store_true", help="one JSON object a prompt instead of text")
+
+
+def _add_score(commands: Commands) -> None:
+    command = commands.add_parser(
+        "score",
+        help="log-likelihoods of completions, or the perplexity of a text",
+        description="How likely the model finds given tokens. JSON on stdout, everything else on stderr.",
+        allow_abbrev=False,
+    )
+    _add_model(command)
+    files = command.add_argument_group("files")
+    what = files.add_mutually_exclusive_group(required=True)
+    what.add_argument("--perplexity", metavar="FILE", help="of a text, in windows")
+    _add_files(files, "--file", 'one {"prompt": ..., "completion": ...} a line, or prompt_ids and completion_ids', what)
+    command.add_argument("--window", type=int, metavar="N", help="tokens a window (default: positions, at most 2048)")
+    command.add_argument("--logprobs", type=int, metavar="K", help="the K likeliest tokens beside each (default 0)")
+    _add_layout(command, sequence_parallel="auto")
+    _add_machine(command)
+
+
+def _add_files(
+    files: "argparse._ArgumentGroup", name: str, content: str, choice: "argparse._MutuallyExclusiveGroup | None" = None
+) -> None:
+    """choice: where the input file is one of several."""
+    (choice or files).add_argument(name, metavar="FILE", help=content)
+    files.add_argument("--output", metavar="FILE", help="answers go here, each a whole line at once (default: stdout)")
+    files.add_argument("--resume", action="store_true", help="go on with --output: answer what it does not answer yet")
+    files.add_argument("--batch-size", type=int, metavar="N", help="lines at a time (default 8)")
 
 
 def _add_audit(commands: Commands) -> None:
@@ -121,4 +172,9 @@ def _add_machine(command: argparse.ArgumentParser) -> None:
     )
     machine.add_argument(
         "--timeout", type=float, default=300.0, metavar="S", help="limit of every wait in seconds (default 300)"
+    )
+    machine.add_argument(
+        "--check-collectives",
+        action="store_true",
+        help="before each collective, compare its record on all ranks: names a skipped or mismatched one at once (slow)",
     )

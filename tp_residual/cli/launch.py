@@ -64,7 +64,7 @@ def threads_per_rank(requested: int | None) -> int:
     return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
-def open_group(device: str, timeout_s: float) -> TensorParallelGroup:
+def open_group(device: str, timeout_s: float, *, checked: bool = False) -> TensorParallelGroup:
     """This rank's group over all ranks of the launcher, or a group of one. Refuses more local ranks than GPUs before NCCL starts."""
     import torch
     import torch.distributed as dist
@@ -91,7 +91,7 @@ def open_group(device: str, timeout_s: float) -> TensorParallelGroup:
         raise CollectiveError(
             f"rank {os.environ['RANK']} could not reach its peers within {timeout_s:g} s: {error}"
         ) from error
-    group = TensorParallelGroup.from_world(device=place, timeout_s=timeout_s)
+    group = TensorParallelGroup.from_world(device=place, timeout_s=timeout_s, checked=checked)
     _report_on_sigterm(group)
     return group
 

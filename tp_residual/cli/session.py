@@ -81,7 +81,7 @@ def open_session(arguments: argparse.Namespace, config: ModelConfig) -> Session:
 
     began = time.perf_counter()
     torch.set_num_threads(threads_per_rank(arguments.threads))
-    group = open_group(arguments.device, arguments.timeout)
+    group = open_group(arguments.device, arguments.timeout, checked=arguments.check_collectives)
     group.require_agreement("the command", vars(arguments) | {"config.json": config})
     if group.rank == 0:
         for warning in config.warnings:

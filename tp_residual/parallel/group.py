@@ -225,6 +225,8 @@ class TensorParallelGroup:
                     f"ranks have parted ways: rank {self.rank} is at {call}, rank {peer} is at {theirs}; "
                     "one of them skipped or added a collective"
                 )
+        if number > 2:  # everybody has posted this number, so has read all of the one before last
+            self.store.delete_key(f"call/{number - 2}/{self.rank}")
 
     def _explain(self, error: Exception) -> str:
         return (

@@ -1,5 +1,6 @@
 """When one rank fails, the launcher ends the others, and each says where it was."""
 
+import re
 import subprocess
 import sys
 import time
@@ -16,7 +17,5 @@ def test_ranks_ended_by_sigterm_print_their_last_record() -> None:
     # rank 0 may also hear from gloo that its peer is gone, before the launcher's signal
     where = "waiting in #2 all_gather tag='the stuck one' shape=[2, 3] dtype=float32"
     assert where in outcome.stderr, outcome.stderr
-    assert (
-        "rank 1 of 3 ended by SIGTERM: last completed #1 all_reduce tag='warm up' shape=[4] dtype=float32"
-        in outcome.stderr
-    )
+    last = r"last completed #1 all_reduce tag='warm up' shape=\[4\] dtype=float32"
+    assert re.search(rf"rank 1 of 3 ended by SIGTERM \(rank (2|0, 2) is gone\): {last}", outcome.stderr), outcome.stderr

@@ -35,3 +35,7 @@ class CollectiveError(RuntimeError):
 
 class GenerationError(RuntimeError):
     """Generation that cannot go on: NaN logits, or ranks that no longer agree. Raised on every rank."""
+
+
+class VerificationFailed(RuntimeError):
+    """A comparison that found something wrong: all of it has been printed, this is the verdict."""

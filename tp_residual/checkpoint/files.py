@@ -73,6 +73,8 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         with file.open("rb") as stream:
             file_bytes = os.fstat(stream.fileno()).st_size
             prefix = stream.read(8)
+            if not file_bytes:
+                raise _broken(file, "it is empty")
             if prefix == b"version ":  # how the text files begin that Git LFS leaves in place of the real ones
                 raise CheckpointError(f"{file} is a Git LFS pointer, not the weights; fetch them with `git lfs pull`")
             header_bytes = int.from_bytes(prefix, "little")

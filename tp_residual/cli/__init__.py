@@ -1,5 +1,7 @@
 """The command line: arguments to library calls. Commands are imported when they are called, so that checks come before torch."""
 
+import argparse
+import contextlib
 import os
 import sys
 import traceback
@@ -7,8 +9,11 @@ from importlib import import_module
 
 from tp_residual.cli.arguments import parse
 from tp_residual.cli.launch import leave, under_launcher
-from tp_residual.errors import CollectiveError, GenerationError, UserError
+from tp_residual.cli.output import ResultStream
+from tp_residual.errors import CollectiveError, GenerationError, UserError, VerificationFailed
 from tp_residual.inference.hub import CONFIG_ONLY, EVERYTHING, resolve_model
+
+USER_ERROR = 2
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -18,6 +23,18 @@ def main(argv: list[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else argv
     arguments = parse(argv)
+    results = ResultStream(sys.stdout)
+    with contextlib.redirect_stdout(results):
+        code = _run(arguments, argv)
+        results.flush()
+    if results.error is not None:
+        code = _say(f"results were lost: stdout: {results.error.strerror}; write them to a place with room", 1)
+    if code and under_launcher():
+        leave(code, shared_error=code == USER_ERROR)
+    return code
+
+
+def _run(arguments: argparse.Namespace, argv: list[str]) -> int:
     try:
         if hasattr(arguments, "model"):
             config_only = arguments.command == "audit" or getattr(arguments, "weights", None) is not None
@@ -25,17 +42,14 @@ def main(argv: list[str] | None = None) -> int:
         import_module(f"tp_residual.cli.{arguments.command}").main(arguments, argv)
         return 0
     except UserError as error:
-        code = _say(str(error), 2)
-    except (CollectiveError, GenerationError) as error:
-        code = _say(str(error), 1)
+        return _say(str(error), USER_ERROR)
+    except (CollectiveError, GenerationError, VerificationFailed) as error:
+        return _say(str(error), 1)
     except KeyboardInterrupt:
-        code = 130
+        return 130
     except Exception:
         traceback.print_exc()
-        code = 1
-    if under_launcher():
-        leave(code)
-    return code
+        return 1
 
 
 def _say(message: str, code: int) -> int:

@@ -1,16 +1,40 @@
 """What can be asked on the command line. A misspelt option is an error, never a guess."""
 
 import argparse
-from typing import TypeAlias
+import difflib
+import os
+from typing import Any, NoReturn, TypeAlias
 
 from tp_residual import __version__
 
 DTYPES = ("float32", "bfloat16", "float16")
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+Commands: TypeAlias = "argparse._SubParsersAction[_Parser]"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors in one line, with the option that was probably meant. Subcommands are parsed by this class as well."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        parsed, strangers = self.parse_known_args(args, namespace)
+        if strangers:
+            options = [option for parser in self._parsers(parsed) for option in parser._option_string_actions]
+            near = difflib.get_close_matches(strangers[0].partition("=")[0], options, 1)
+            self.error(
+                f"unrecognized arguments: {' '.join(strangers)}" + (f"; did you mean {near[0]}?" if near else "")
+            )
+        return parsed
+
+    def _parsers(self, parsed: argparse.Namespace) -> list[argparse.ArgumentParser]:
+        choices = [action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+        return [self, *(each[parsed.command] for each in choices if each is not None)]
+
+    def error(self, message: str) -> NoReturn:
+        rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
+        self.exit(2, f"tp_residual: error{rank}: {message}; see {self.prog} --help\n")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="tp_residual", description="Tensor-parallel decoding built around the residual stream.", allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=f"tp_residual {__version__}")
@@ -18,6 +42,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     _add_generate(commands)
     _add_score(commands)
     _add_audit(commands)
+    _add_verify(commands)
+    _add_compare(commands)
     _add_env(commands)
     return parser.parse_args(argv)
 
@@ -58,7 +84,14 @@ def _add_generate(commands: Commands) -> None:
     sampling.add_argument("--min-p", type=float, metavar="P", help="tokens at least P times as likely as the likeliest")
     sampling.add_argument("--repetition-penalty", type=float, metavar="X", help="on tokens seen before; 1 is off")
     sampling.add_argument("--seed", type=int, default=0, metavar="N", help="(default 0)")
-    sampling.add_argument("--n", type=int, default=1, metavar="N", help="samples a prompt (default 1)")
+    sampling.add_argument(
+        "--n",
+        "--samples",
+        type=int,
+        default=1,
+        metavar="N",
+        help="samples a prompt (default 1); under torchrun --samples, since it takes --n for its own",
+    )
     watching = command.add_argument_group("watching")
     watching.add_argument("--logprobs", type=int, metavar="K", help="of each new token and of the K likeliest, in JSON")
     watching.add_argument("--prompt-logprobs", type=int, metavar="K", help="the same for the prompt's tokens")
@@ -116,6 +149,44 @@ def _add_audit(commands: Commands) -> None:
     command.add_argument("--context", type=int, metavar="N", help="tokens a sequence (default: the model's maximum)")
     command.add_argument("--blocks", action="store_true", help="list every parameter's blocks as well")
     command.add_argument("--json", action="store_true", help="one JSON object, blocks included")
+
+
+def _add_verify(commands: Commands) -> None:
+    command = commands.add_parser(
+        "verify",
+        help="compare with the unsharded model: every state, update and the logits, or every gradient",
+        description="Is the sharded model the unsharded one? Exit code 1, with the first culprit by name, when it is not.",
+        epilog="Without --prompt: random ids, for which the limits of float32 are four times wider.",
+        allow_abbrev=False,
+    )
+    _add_model(command)
+    tokens = command.add_argument_group("tokens")
+    tokens.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be repeated: one batch")
+    tokens.add_argument("--chat", action="store_true", help="each --prompt is a user message in the chat template")
+    tokens.add_argument("--seq-len", type=int, metavar="N", help="that many random ids (default 256)")
+    what = command.add_argument_group("what to compare")
+    what.add_argument("--layers", metavar="A:B", help="only layers A to B - 1, from our own state before A")
+    what.add_argument(
+        "--against", choices=("reference",), help="the executor of --boundary with `reference`, bit for bit, instead"
+    )
+    what.add_argument("--backward", action="store_true", help="every gradient instead (float32 only)")
+    what.add_argument("--dump", metavar="DIR", help="write every pre-norm state there as well, for `compare`")
+    _add_layout(command, sequence_parallel="off")
+    _add_machine(command)
+    command.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+
+
+def _add_compare(commands: Commands) -> None:
+    command = commands.add_parser(
+        "compare",
+        help="two dumps of `verify --dump`, or of another framework: where do they part?",
+        description="Two runs of the same tokens, of any tp size, layout, dtype or framework. Exit code 1 when they part.",
+        allow_abbrev=False,
+    )
+    command.add_argument("dump_a", metavar="DIR_A", help="the reference")
+    command.add_argument("dump_b", metavar="DIR_B")
+    command.add_argument("--limit", type=float, metavar="X", help="of a token's relative error (default: by dtype)")
+    command.add_argument("--json", action="store_true", help="one JSON object instead of a table")
 
 
 def _add_env(commands: Commands) -> None:

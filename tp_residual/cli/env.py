@@ -45,7 +45,7 @@ def collect() -> dict[str, str]:
     facts["GPUs"] = ", ".join(_gpu(index) for index in range(gpus)) or "none"
     if gpus:
         facts["CUDA"] = str(torch.version.cuda)
-        facts["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        facts["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
         pairs = [(a, b) for a in range(gpus) for b in range(gpus) if a < b]
         linked = [f"{a}-{b}" for a, b in pairs if torch.cuda.can_device_access_peer(a, b)]
         facts["peer access"] = f"{len(linked)} of {len(pairs)} pairs" + (f": {', '.join(linked)}" if linked else "")

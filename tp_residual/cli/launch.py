@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import json
 import os
 import signal
 import socket
 import sys
 import threading
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
@@ -14,6 +17,12 @@ from tp_residual.errors import CollectiveError, RequestError
 
 if TYPE_CHECKING:
     from tp_residual.parallel.group import TensorParallelGroup
+
+
+SHORTEST_TIMEOUT_S, LONGEST_TIMEOUT_S = 0.1, 1e6
+_AGREEMENT_S = (
+    1.5  # how long a rank whose error all ranks share lets the others say it, too, before the launcher ends them
+)
 
 
 def under_launcher() -> bool:
@@ -30,7 +39,7 @@ def resolve_tp(requested: int | None) -> int:
     world_size = int(os.environ["WORLD_SIZE"])
     if requested not in (None, world_size):
         raise RequestError(
-            f"--tp {requested} differs from the launcher's world size {world_size}; start {requested} processes or leave --tp out"
+            f"--tp {requested} differs from the launcher's world size {world_size}; use --tp {world_size} or leave it out"
         )
     return world_size
 
@@ -57,15 +66,31 @@ def relaunch(argv: list[str], tp_size: int) -> NoReturn:
 
 def threads_per_rank(requested: int | None) -> int:
     """--threads, or the usable cores divided by the ranks on this machine; at least one."""
+    usable = len(os.sched_getaffinity(0))
     if requested is not None:
-        if requested < 1:
-            raise RequestError(f"--threads {requested} must be at least 1")
+        if not 1 <= requested <= usable:
+            raise RequestError(
+                f"--threads {requested} is not between 1 and the {usable} usable cores; use 1 to {usable}"
+            )
         return requested
-    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return max(1, usable // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def check_timeout(seconds: float) -> None:
+    """Raises RequestError for a limit that torch cannot keep, or that nothing could meet."""
+    if not SHORTEST_TIMEOUT_S <= seconds <= LONGEST_TIMEOUT_S:
+        raise RequestError(
+            f"--timeout {seconds:g} is not between {SHORTEST_TIMEOUT_S:g} and {LONGEST_TIMEOUT_S:g} seconds; the default is 300"
+        )
 
 
 def open_group(device: str, timeout_s: float, *, checked: bool = False) -> TensorParallelGroup:
     """This rank's group over all ranks of the launcher, or a group of one. Refuses more local ranks than GPUs before NCCL starts."""
+    if under_launcher():
+        _end_with_launcher()
+    os.environ.setdefault(
+        "TORCH_CPP_LOG_LEVEL", "ERROR"
+    )  # a dead peer makes torch's store warn with a C++ stack, beside our message
     import torch
     import torch.distributed as dist
 
@@ -74,9 +99,9 @@ def open_group(device: str, timeout_s: float, *, checked: bool = False) -> Tenso
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     gpus = torch.cuda.device_count()
     if device == "cuda" and gpus < local_ranks:
+        fewer = f"--tp {gpus} or " if gpus else ""
         raise RequestError(
-            f"--device cuda: {local_ranks} ranks on this machine need as many GPUs, and {gpus} are visible; "
-            f"use --tp {max(gpus, 1)} or --device cpu"
+            f"--device cuda: local ranks={local_ranks} is more than visible GPUs={gpus}; use {fewer}--device cpu"
         )
     on_gpu = device != "cpu" and gpus >= local_ranks
     place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
@@ -96,18 +121,32 @@ def open_group(device: str, timeout_s: float, *, checked: bool = False) -> Tenso
     return group
 
 
-def leave(code: int) -> NoReturn:
-    """End a rank at once: after a failure, the interpreter's own exit can wait for a collective that never returns."""
+def leave(code: int, *, shared_error: bool = False) -> NoReturn:
+    """End a rank at once: after a failure, the interpreter's own exit can wait for a collective that never returns.
+
+    shared_error: every rank has found the same; give each the time to say so.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
+    if shared_error and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        time.sleep(_AGREEMENT_S)
     os._exit(code)
 
 
+def _end_with_launcher() -> None:
+    """Ask the kernel for a SIGTERM when the launcher dies: killed, it could not end its ranks, and they would compute on."""
+    PR_SET_PDEATHSIG = 1
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def _report_on_sigterm(group: TensorParallelGroup) -> None:
-    """The launcher ends ranks with SIGTERM when one has failed; each then says where it was.
+    """The launcher ends ranks with SIGTERM when one has failed; each then says where it was, and which rank is gone.
 
     A thread does it, woken by a socket: the main thread may be blocked inside a collective and would never run a Python handler.
     """
+    here = socket.gethostname()
+    ranks = [json.loads(text) for text in group.share("process", json.dumps([here, os.getpid()]))]
     readable, writable = socket.socketpair()
     writable.setblocking(False)
     signal.signal(signal.SIGTERM, lambda *_: None)
@@ -116,15 +155,27 @@ def _report_on_sigterm(group: TensorParallelGroup) -> None:
     def watch() -> None:
         while received := readable.recv(1):
             if received[0] == signal.SIGTERM:
+                gone = [str(rank) for rank, (host, pid) in enumerate(ranks) if host == here and not _alive(pid)]
+                after = f" (rank {', '.join(gone)} is gone)" if gone else ""
                 os.write(
-                    2, f"tp_residual: rank {group.rank} of {group.size} ended by SIGTERM: {group.record}\n".encode()
+                    2,
+                    f"tp_residual: rank {group.rank} of {group.size} ended by SIGTERM{after}: {group.record}\n".encode(),
                 )
                 os._exit(128 + signal.SIGTERM)
 
-    group_sockets.extend((readable, writable))
+    _wakeup_sockets.extend((readable, writable))
     threading.Thread(target=watch, name="tp_residual-sigterm", daemon=True).start()
 
 
-group_sockets: list[
+def _alive(pid: int) -> bool:
+    """Whether a process of this machine still runs; a zombie does not."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+_wakeup_sockets: list[
     socket.socket
-] = []  # kept open for the life of the process: a closed wake-up socket would lose the signal
+] = []  # open for the life of the process: a closed wake-up socket would lose the signal

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tp_residual.checkpoint.files import CheckpointFiles
-from tp_residual.cli.launch import open_group, relaunch, resolve_tp, threads_per_rank, under_launcher
+from tp_residual.cli.launch import check_timeout, open_group, relaunch, resolve_tp, threads_per_rank, under_launcher
 from tp_residual.errors import RequestError
 from tp_residual.model.config import ModelConfig
 from tp_residual.parallel.splits import check_heads
@@ -25,8 +25,7 @@ def check_session(arguments: argparse.Namespace) -> tuple[ModelConfig, int]:
     """(config, tp size), after everything that the common options can have wrong. Imports no torch."""
     tp_size = resolve_tp(arguments.tp)
     threads_per_rank(arguments.threads)
-    if arguments.timeout <= 0:
-        raise RequestError(f"--timeout {arguments.timeout:g} must be above 0 seconds")
+    check_timeout(arguments.timeout)
     config = ModelConfig.from_dir(arguments.model)
     check_heads(config.num_attention_heads, tp_size)
     if parse_weights(arguments.weights) is None:

@@ -119,7 +119,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}; make it a readable file") from None
     except (ValueError, RecursionError) as error:  # JSONDecodeError, UnicodeDecodeError and ConfigError among them
         reason = str(error)
         if isinstance(error, json.JSONDecodeError):
@@ -155,7 +155,7 @@ class Fields:
         self.used.add(name)
         if name in self.values:
             if not fits(self.values[name]):
-                raise ConfigError(f"{self.prefix}{name}={show(self.values[name])} must be {kind}")
+                raise ConfigError(f"{self.prefix}{name}={show(self.values[name])} must be {kind}; correct it")
             return self.values[name]
         if default is REQUIRED:
             raise ConfigError(f"{self.prefix}{name} is missing; the model cannot be built without it")

@@ -1,9 +1,11 @@
-"""The vocabulary axis: embedding, head, and the argmax that never needs the whole row of logits.
+"""The vocabulary axis: embedding, head, and what decoding needs of a row of logits without ever gathering it.
 
 Any vocabulary at any tp size, ranks without a row included. Nothing is padded, so no padded id exists to win.
 """
 
+import zlib
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -136,3 +138,100 @@ def vocab_parallel_argmax(
         )
     best = value.max(dim=0).values
     return ids.where(value == best, float(split.total)).min(dim=0).values.long()
+
+
+class RowSummary(NamedTuple):
+    """What all ranks know of each row of logits after `summarize_rows`: the same numbers on every rank, in fp64.
+
+    values, ids: candidates by falling value, equal ones by rising id; -inf and `vocab` where a rank had fewer to send.
+    withheld: no token that is missing among them has a larger value (-inf: none is missing, or only those of -inf).
+    """
+
+    peak: Float[Tensor, " rows"]
+    log_normalizer: Float[Tensor, " rows"]
+    target_logits: Float[Tensor, " rows"]
+    values: Float[Tensor, "rows candidates"]
+    ids: Int[Tensor, "rows candidates"]
+    withheld: Float[Tensor, " rows"]
+
+
+def summarize_rows(
+    local_logits: Float[Tensor, "rows local_vocab"],
+    count: int,
+    split: Split,
+    group: TensorParallelGroup,
+    *,
+    tag: str,
+    targets: Int[Tensor, " rows"] | None = None,
+) -> RowSummary:
+    """log sum exp of whole rows, the logits of `targets`, and each rank's `count` largest: one all-gather of 3 + 2 * count numbers a row.
+
+    Logits are widened to fp64 and summed there. NaN and +inf make a row's log_normalizer NaN, on every rank. targets: replicated ids;
+    with them, candidates of equal value are sent lowest id first (without, which of them are sent is left open).
+    """
+    start, stop = split.ranges[group.rank]
+    rows, local = local_logits.shape[0], stop - start
+    count = min(count, max(split.sizes))
+    sent = local_logits.new_full((1, rows, 3 + 2 * count), -torch.inf, dtype=torch.float64)
+    sent[0, :, 1], sent[0, :, 3 + count :] = 0, split.total
+    if local and rows:
+        wide = local_logits.double()
+        peak = wide.max(dim=-1).values
+        sent[0, :, 0] = peak
+        sent[0, :, 1] = (wide - _finite(peak)[:, None]).exp().sum(dim=-1)
+        if targets is not None:
+            mine = (targets >= start) & (targets < stop)
+            theirs = wide.gather(1, (targets - start).where(mine, 0)[:, None])[:, 0]
+            sent[0, :, 2] = theirs.where(mine, -torch.inf)
+        if count:
+            few = min(count, local)
+            values, index = _largest(local_logits, few, lowest_id_first=targets is not None)
+            sent[0, :, 3 : 3 + few], sent[0, :, 3 + count : 3 + count + few] = values, index + start
+    if group.size > 1:
+        sent = group.run("all_gather", tag, sent, lambda transport, t: transport.all_gather(t))
+    peaks, sums, target_logits = sent[:, :, :3].unbind(-1)
+    peak = peaks.max(dim=0).values
+    total = (sums * (peaks - _finite(peak)).exp()).sum(dim=0)
+    values, ids = (sent[:, :, at : at + count].transpose(0, 1).flatten(1) for at in (3, 3 + count))
+    ids, by_id = ids.sort(dim=-1, stable=True)
+    values, by_value = values.gather(1, by_id).sort(dim=-1, descending=True, stable=True)
+    ids = ids.gather(1, by_value).long()
+    withholds = torch.tensor([size > count for size in split.sizes], device=sent.device)
+    least = sent[:, :, 2 + count] if count else peaks
+    withheld = least.where(withholds[:, None], -torch.inf).max(dim=0).values
+    return RowSummary(peak, _finite(peak) + total.log(), target_logits.max(dim=0).values, values, ids, withheld)
+
+
+def request_checksum(*request: object) -> int:
+    """Of anything with a repr that is the same on all ranks; below 2**53, so that fp64 carries it."""
+    return zlib.crc32(repr(request).encode())
+
+
+def require_same_request(group: TensorParallelGroup, checksum: int) -> None:
+    """Raises GenerationError on every rank unless all bring the same checksum: before collectives whose shapes a request decides."""
+    if group.size == 1:
+        return
+    ours = torch.tensor([[checksum]], dtype=torch.float64, device=group.device)
+    theirs = [int(c) for c in group.run("all_gather", "request", ours, lambda transport, t: transport.all_gather(t))]
+    if len(set(theirs)) > 1:
+        raise GenerationError(
+            f"ranks disagree about prompts or settings (checksums by rank: {theirs}); give all ranks the same request"
+        )
+
+
+def _finite(peak: Tensor) -> Tensor:
+    """What to subtract before exp: a row whose largest logit is -inf has nothing to subtract. +inf and NaN stay, and spread."""
+    return peak.where(peak != -torch.inf, 0)
+
+
+def _largest(
+    x: Float[Tensor, "rows local_vocab"], count: int, *, lowest_id_first: bool
+) -> tuple[Float[Tensor, "rows count"], Int[Tensor, "rows count"]]:
+    """topk, which leaves open which of several equal values it takes; a stable sort of the rows where that shows, if asked."""
+    values, index = x.topk(count, dim=-1)
+    if lowest_id_first:
+        least = values[:, -1:]
+        tied = ((x >= least).sum(dim=-1) > count) & (least[:, 0] > -torch.inf)
+        if bool(tied.any()):
+            index[tied] = x[tied].sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    return values, index

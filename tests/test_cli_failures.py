@@ -1,0 +1,182 @@
+"""What goes wrong around the command line: lost output, killed launchers and ranks, misspelt options. One line each, nobody left."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from test_generate import cli_model
+
+from tp_residual.cli.arguments import parse
+from tp_residual.cli.launch import check_timeout, threads_per_rank
+from tp_residual.errors import RequestError
+from tp_residual.model.attention_backend import HeadGroups, attend_sequence
+from tp_residual.parallel.splits import HeadSplit
+
+GENERATE = (sys.executable, "-m", "tp_residual", "generate")
+
+
+def request(*options: str) -> list[str]:
+    return [*GENERATE, "--model", str(cli_model()), "--prompt-ids", "5,6,7", "--ignore-eos", *options]
+
+
+# -- output
+
+
+def test_a_full_disk_is_said_once_and_a_gone_reader_is_no_error() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            request("--max-new-tokens", "4"), stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert done.stderr.count("results were lost: stdout: No space left on device") == 1
+    with subprocess.Popen(
+        request("--max-new-tokens", "30"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()  # what `| head -c 0` does
+        stderr = process.stderr.read()
+    assert process.returncode == 0 and "Traceback" not in stderr and "BrokenPipe" not in stderr
+    closed = subprocess.run(
+        ["bash", "-c", 'exec "$@" >&-', "-", *request("--max-new-tokens", "2")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert closed.returncode == 0 and "Traceback" not in closed.stderr
+
+
+# -- processes
+
+
+def children(pid: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == pid:
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def long_run() -> tuple[subprocess.Popen[str], list[int]]:
+    """Two ranks in the middle of a generation that would take minutes: the launcher, and its ranks by number."""
+    script = Path(__file__).parent / "scripts" / "endless_ranks.py"
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script))
+    process = subprocess.Popen(launcher, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    ready = [process.stdout.readline().split() for _ in range(2)]
+    pids = {int(rank): int(pid) for rank, pid in ready}
+    assert sorted(pids.values()) == sorted(children(process.pid)), (
+        "only our own launcher's children are signalled below"
+    )
+    return process, [pids[0], pids[1]]
+
+
+def gone_within(pids: list[int], seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if not any(running(pid) for pid in pids):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_ranks_end_with_a_killed_launcher() -> None:
+    process, ranks = long_run()
+    process.kill()
+    try:
+        assert gone_within(ranks, 10)
+    finally:
+        for pid in ranks:
+            if running(pid):
+                os.kill(pid, signal.SIGKILL)
+    assert "ended by SIGTERM" in process.communicate(timeout=20)[1]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_is_named_by_the_others(victim: int) -> None:
+    process, ranks = long_run()
+    began = time.monotonic()
+    os.kill(ranks[victim], signal.SIGKILL)
+    stderr = process.communicate(timeout=60)[1]
+    assert process.returncode != 0 and time.monotonic() - began < 10
+    other = 1 - victim
+    where = r"#\d+ all_reduce tag='endless' shape=\[4\] dtype=float32"
+    told_by_launcher = (
+        rf"rank {other} of 2 ended by SIGTERM \(rank {victim} is gone\): (waiting in|last completed) {where}"
+    )
+    told_by_peer = rf"rank {other} of 2 .*waiting in {where}, gave up: .*rank {victim}: (no report, so dead|gone)"
+    assert re.search(f"{told_by_launcher}|{told_by_peer}", stderr), stderr
+    assert gone_within(ranks, 5)
+
+
+# -- arguments
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            ["generate", "--model", "m", "--max-new-token", "5"],
+            "unrecognized arguments: --max-new-token 5; did you mean --max-new-tokens?",
+        ),
+        (
+            ["generate", "--model", "m", "--tp", "x"],
+            "argument --tp: invalid int value: 'x'; see tp_residual generate --help",
+        ),
+        (["generate", "--model", "m", "--dtype", "fp8"], "argument --dtype: invalid choice: 'fp8'"),
+        (["generate"], "the following arguments are required: --model"),
+        (["audit", "--model", "m", "--tp", "2", "--sequence-paralel", "on"], "did you mean --sequence-parallel?"),
+        ([], "the following arguments are required: COMMAND"),
+    ],
+)
+def test_a_misspelt_command_is_one_line(line: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        parse(line)
+    out, err = capsys.readouterr()
+    assert left.value.code == 2 and out == "" and err.count("\n") == 1 and message in err
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), 1e300, 1e-9, 0.0, -1.0])
+def test_a_limit_that_no_clock_keeps_is_refused(seconds: float) -> None:
+    with pytest.raises(RequestError, match=r"is not between 0.1 and 1e\+06 seconds"):
+        check_timeout(seconds)
+    check_timeout(300.0)
+
+
+def test_more_threads_than_cores_are_refused() -> None:
+    usable = len(os.sched_getaffinity(0))
+    for threads in (0, -1, usable + 1, 100000):
+        with pytest.raises(RequestError, match=f"--threads {threads} is not between 1 and the {usable} usable cores"):
+            threads_per_rank(threads)
+    assert threads_per_rank(usable) == usable and threads_per_rank(None) >= 1
+
+
+# -- NaN
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+def test_attention_does_not_swallow_nan(where: str, queries: int) -> None:
+    """torch's CPU kernel answers a query of NaN with zeros, and a broken weight with ordinary text."""
+    groups = HeadGroups(HeadSplit.of(5, 1, 1), 0, torch.device("cpu"))
+    tensors = {"q": torch.randn(queries, 5, 8), "k": torch.randn(1, 3, 8), "v": torch.randn(1, 3, 8)}
+    finite = attend_sequence(**tensors, groups=groups, window=None)
+    assert finite.isfinite().all()
+    tensors[where].fill_(torch.nan)
+    assert attend_sequence(**tensors, groups=groups, window=None).isnan().all()

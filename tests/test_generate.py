@@ -17,7 +17,7 @@ import torch
 from tiny_models import MODELS, config, prompts, random_weights, sharded
 
 from tp_residual.errors import GenerationError, RequestError
-from tp_residual.inference import generate as generation
+from tp_residual.inference import sampling
 from tp_residual.inference.generate import Generation, GenerationTimings, generate
 from tp_residual.inference.loading import load_model
 from tp_residual.inference.request import GenerationSettings, check_prompts
@@ -134,7 +134,7 @@ def check_disagreement(group: TensorParallelGroup, where: str) -> None:
             chosen[0] = (chosen[0] + 1) % 101
         return chosen
 
-    generation.vocab_parallel_argmax = argmax
+    sampling.vocab_parallel_argmax = argmax
     if where == "prompt" and group.rank == 1:
         batch[0][0] = (batch[0][0] + 1) % 101
     if where == "settings" and group.rank == 1:
@@ -427,8 +427,8 @@ def test_bad_directories_are_refused_in_one_message() -> None:
 @pytest.mark.parametrize(
     ("ranks", "arguments", "message"),
     [
-        (2, ("--tp", "3"), "--tp 3 differs from the launcher's world size 2; start 3 processes or leave --tp out"),
-        (2, ("--device", "cuda"), "2 ranks on this machine need as many GPUs, and 0 are visible"),
+        (2, ("--tp", "3"), "--tp 3 differs from the launcher's world size 2; use --tp 2 or leave it out"),
+        (2, ("--device", "cuda"), "local ranks=2 is more than visible GPUs=0; use --device cpu"),
     ],
 )
 def test_every_rank_refuses_and_the_launcher_fails(ranks: int, arguments: tuple[str, ...], message: str) -> None:

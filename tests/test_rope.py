@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from tp_residual.errors import RequestError
+from tp_residual.inference.request import GenerationSettings, check_prompts
 from tp_residual.model.attention_backend import TokenBatch
 from tp_residual.model.config import ModelConfig
 from tp_residual.model.rope import rope_tables
@@ -88,3 +90,13 @@ def test_legal_lengths() -> None:
     assert longer.max_sequence_length == 160
     no_factor = ModelConfig.from_dict(BASE | {"rope_scaling": YARN | {"factor": None}}, "no factor")
     assert no_factor.rope_factor == 4.0 and math.isclose(no_factor.rope_scaling.attention_factor, 0.1 * math.log(4) + 1)
+
+
+def test_requests_are_held_to_the_legal_length() -> None:
+    settings = GenerationSettings(max_new_tokens=28)
+    check_prompts([[1] * 100], config("dynamic"), settings)
+    limit = "129 exceeds max_position_embeddings=64 stretched to 128 by rope_type=dynamic"
+    with pytest.raises(RequestError, match=limit):
+        check_prompts([[1] * 101], config("dynamic"), settings)
+    with pytest.raises(RequestError, match=r"92 exceeds max_position_embeddings=64; shorten"):
+        check_prompts([[1] * 64], config("llama3"), settings)

@@ -90,7 +90,7 @@ def audit(
     """
     dtype = dtype or config.dtype or "float32"
     stream_dtype = stream_dtype or dtype
-    context = config.max_position_embeddings if context is None else context
+    context = config.max_sequence_length if context is None else context
     for name, value in (("tokens", tokens), ("sequences", sequences), ("context", context)):
         if value < 1:
             raise RequestError(f"{name}={value} must be at least 1")
@@ -189,8 +189,8 @@ def _violations(config: ModelConfig, tp_size: int, context: int) -> Iterator[str
     if not 1 <= tp_size <= heads:
         legal = "1" if heads == 1 else f"1 to {heads}"
         yield f"num_attention_heads={heads} cannot be split over tp_size={tp_size}; use {legal}"
-    if context > config.max_position_embeddings:
-        yield f"context={context} exceeds max_position_embeddings={config.max_position_embeddings}; use at most that"
+    if context > config.max_sequence_length:
+        yield f"context={context} exceeds {config.length_limit}; use at most that"
 
 
 def _notes(layout: ModelLayout) -> Iterator[str]:

@@ -4,34 +4,56 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from tp_residual.cli.launch import under_launcher
 from tp_residual.cli.session import become_ranks, check_session, open_session
 from tp_residual.errors import RequestError
-from tp_residual.inference.request import GenerationSettings, check_prompts
+from tp_residual.inference.batch_file import (
+    PROMPT_KINDS,
+    AnswerFile,
+    answered,
+    digest,
+    encode_prompt,
+    read_lines,
+    run_name,
+)
+from tp_residual.inference.request import GenerationSettings, SamplingSettings, check_prompts
+from tp_residual.inference.stop_strings import StoppableText
 from tp_residual.inference.tokenizer import Tokenizer
 from tp_residual.model.config import ModelConfig
 
 if TYPE_CHECKING:
+    from tp_residual.cli.session import Session
     from tp_residual.inference.generate import Generation, GenerationTimings
+    from tp_residual.inference.logprobs import TokenLogProb
     from tp_residual.model.decoder import CausalLM
+    from tp_residual.parallel.group import TensorParallelGroup
+
+BATCH_SIZE = 8
 
 
 @dataclass(frozen=True)
 class Job:
-    """A request that has passed every check that needs no torch."""
+    """A request that has passed every check that needs no torch. run: what a prompt file's answers are marked with."""
 
     config: ModelConfig
     tokenizer: Tokenizer | None
     prompts: list[list[int]]
     settings: GenerationSettings
     tp_size: int
+    run: str
 
 
 def main(arguments: argparse.Namespace, argv: list[str]) -> None:
     job = prepare(arguments)
+    # torchrun looks for abbreviations of its own options among its command's, too, and finds several that begin with --n
+    argv = [f"--samples{word[3:]}" if word == "--n" or word.startswith("--n=") else word for word in argv]
     become_ranks(argv, job.tp_size)
     run(job, arguments)
 
@@ -39,24 +61,85 @@ def main(arguments: argparse.Namespace, argv: list[str]) -> None:
 def prepare(arguments: argparse.Namespace) -> Job:
     """Everything that can be refused, refused: from files and arguments, which all ranks share."""
     config, tp_size = check_session(arguments)
+    _check_combination(arguments)
     settings = GenerationSettings(
         max_new_tokens=arguments.max_new_tokens,
         min_new_tokens=arguments.min_new_tokens,
         ignore_eos=arguments.ignore_eos,
         stop_token_ids=config.eos_token_ids,
+        stop=tuple(arguments.stop),
+        sampling=SamplingSettings.resolve(
+            arguments.model,
+            temperature=arguments.temperature,
+            top_k=arguments.top_k,
+            top_p=arguments.top_p,
+            min_p=arguments.min_p,
+            repetition_penalty=arguments.repetition_penalty,
+            seed=arguments.seed,
+            n=arguments.n,
+        ),
+        logprobs=arguments.logprobs,
+        prompt_logprobs=arguments.prompt_logprobs,
     )
-    needs_tokenizer = bool(arguments.prompt) or not arguments.json
-    tokenizer = Tokenizer.from_dir(arguments.model) if needs_tokenizer else None
-    prompts = [_encode(tokenizer, text, arguments.chat) for text in arguments.prompt if tokenizer is not None]
-    prompts += [_parse_ids(text) for text in arguments.prompt_ids]
+    tokenizer = cache(lambda: Tokenizer.from_dir(arguments.model))
+    entries: list[dict[str, Any]]
+    if arguments.prompt_file is not None:
+        entries = read_lines(arguments.prompt_file, PROMPT_KINDS)
+        places = [f"{arguments.prompt_file}, line {number}" for number in range(1, len(entries) + 1)]
+        needs_tokenizer = bool(settings.stop) or any("prompt_ids" not in entry for entry in entries)
+    else:
+        entries = [{"prompt": text} for text in arguments.prompt]
+        entries += [{"prompt_ids": _parse_ids(text)} for text in arguments.prompt_ids]
+        places = ["--prompt"] * len(entries)
+        needs_tokenizer = bool(arguments.prompt) or bool(settings.stop) or not arguments.json
+        if "" in arguments.prompt:
+            raise RequestError("a --prompt is empty; give it some text")
+    if needs_tokenizer:
+        tokenizer()
+    prompts = [
+        encode_prompt(entry, tokenizer, chat=arguments.chat, where=place)
+        for entry, place in zip(entries, places, strict=True)
+    ]
     check_prompts(prompts, config, settings)
-    return Job(config, tokenizer, prompts, settings, tp_size)
+    name = ""
+    if arguments.prompt_file is not None:
+        name = run_name(
+            digest(arguments.prompt_file), arguments.chat, settings, arguments.dtype, arguments.stream_dtype,
+            arguments.round_reduced, *model_identity(arguments),
+        )  # fmt: skip
+        if arguments.output is not None and not under_launcher():  # early; under a launcher rank 0 looks, for all
+            answered(arguments.output, name, resume=arguments.resume)
+    return Job(config, tokenizer() if needs_tokenizer else None, prompts, settings, tp_size, name)
 
 
-def _encode(tokenizer: Tokenizer, text: str, chat: bool) -> list[int]:
-    if not text:
-        raise RequestError("a --prompt is empty; give it some text")
-    return tokenizer.apply_chat_template([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)
+def model_identity(arguments: argparse.Namespace) -> list[object]:
+    """What tells one model directory from another without reading its weights: names and sizes stand for those."""
+    folder = Path(arguments.model)
+    small = [digest(folder / name) for name in ("config.json", "tokenizer.json", "tokenizer_config.json")]
+    weights = sorted((path.name, path.stat().st_size) for path in folder.glob("*.safetensors"))
+    return [*small, getattr(arguments, "weights", None), weights]
+
+
+def _check_combination(arguments: argparse.Namespace) -> None:
+    """Options that would mean nothing beside each other."""
+    told = arguments.json or arguments.prompt_file is not None
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(arguments, name) is not None and not told:
+            raise RequestError(f"--{name.replace('_', '-')} is printed as JSON; add --json")
+    if arguments.prompt_file is not None and (arguments.prompt or arguments.prompt_ids):
+        raise RequestError("--prompt-file and --prompt are both given; put the prompts into the file")
+    if arguments.prompt_file is None:
+        for option in ("output", "batch_size"):
+            if getattr(arguments, option) is not None:
+                raise RequestError(f"--{option.replace('_', '-')} goes with --prompt-file; give one, or leave it out")
+    check_output(arguments)
+
+
+def check_output(arguments: argparse.Namespace) -> None:
+    if arguments.resume and arguments.output is None:
+        raise RequestError("--resume goes on with a file; name it with --output")
+    if arguments.batch_size is not None and arguments.batch_size < 1:
+        raise RequestError(f"--batch-size {arguments.batch_size} must be at least 1")
 
 
 def _parse_ids(text: str) -> list[int]:
@@ -69,59 +152,165 @@ def _parse_ids(text: str) -> list[int]:
 def run(job: Job, arguments: argparse.Namespace) -> None:
     """One rank's part."""
     from tp_residual.cli.report import print_table
-    from tp_residual.inference.generate import GenerationTimings, generate
+    from tp_residual.inference.generate import GenerationTimings
 
     session = open_session(arguments, job.config)
     group, model, loaded = session.group, session.model, session.loaded
-    prompts: list[list[int]] = json.loads(
-        group.share("prompts", json.dumps(job.prompts))[0]
-    )  # a template may read the clock
+    if group.rank == 0:
+        resolved = resolved_settings(job, arguments, model, sum(map(len, job.prompts)))
+        shown = {key: value for key, value in resolved.items() if key != "model"}
+        print("settings: " + " ".join(f"{key}={value}" for key, value in shown.items()), file=sys.stderr)
     timings = GenerationTimings()
-    printer = _StreamPrinter(job) if group.rank == 0 and not arguments.json and len(prompts) == 1 else None
-    results = generate(model, prompts, group, job.settings, on_token=printer, timings=timings)
+    if arguments.prompt_file is not None:
+        _answer_file(job, arguments, session, timings)
+    else:
+        _answer_prompts(job, arguments, session, timings)
     shared = [json.loads(text) for text in group.share("bytes", json.dumps([loaded.bytes_read, loaded.bytes_held]))]
     if group.rank == 0:
-        if printer is not None:
-            printer.finish()
-        elif arguments.json:
-            _print_json(job, arguments, model, results, timings, session.load_s)
-        else:
-            for result in results:
-                print(f"[{result.index}] {_text(job, result)}")
         sys.stdout.flush()
-        print_table(arguments.model, model, group, timings, shared)
+        if timings.prefill_tokens:
+            print_table(arguments.model, model, group, timings, shared)
     session.close()
 
 
+def _answer_prompts(job: Job, arguments: argparse.Namespace, session: Session, timings: GenerationTimings) -> None:
+    """One batch of all prompts; printed at its end, or, when it is one text, as it comes."""
+    from tp_residual.inference.generate import generate
+
+    group, samples = session.group, job.settings.sampling.n
+    prompts: list[list[int]] = json.loads(
+        group.share("prompts", json.dumps(job.prompts))[0]
+    )  # a template may read the clock
+    streams = group.rank == 0 and not arguments.json and len(prompts) * samples == 1
+    printer = _StreamPrinter(job) if streams else None
+    results = generate(
+        session.model, prompts, group, job.settings,
+        tokenizer=job.tokenizer, on_token=printer, check_finite=arguments.check_finite, timings=timings,
+    )  # fmt: skip
+    if group.rank != 0:
+        return
+    if printer is not None:
+        printer.finish()
+    elif arguments.json:
+        settings = resolved_settings(job, arguments, session.model, timings.prefill_tokens)
+        times = _times(timings, session.load_s)
+        for result in results:
+            entry = {"index": result.index, "sample": result.sample, **_answer(result)}
+            print(json.dumps(entry | {"timings": times, "settings": settings}, ensure_ascii=False))
+    else:
+        for result in results:
+            print(f"[{result.index}{f'.{result.sample}' if samples > 1 else ''}] {result.text}")
+
+
+def _answer_file(job: Job, arguments: argparse.Namespace, session: Session, timings: GenerationTimings) -> None:
+    """Batches of the prompts that have not all their answers yet; each answer is written when it is there."""
+    from tp_residual.inference.generate import generate
+
+    group, samples = session.group, job.settings.sampling.n
+    answers, done = open_answers(group, arguments, job.run)
+
+    def finished(result: Generation) -> None:
+        if answers is not None and (result.index, result.sample) not in done:
+            answers.write(result.index, result.sample, _answer(result))
+            progress.advance()
+
+    left = [i for i in range(len(job.prompts)) if any((i, sample) not in done for sample in range(samples))]
+    size = arguments.batch_size or BATCH_SIZE
+    with AnswerProgress(group.rank == 0, len(done), len(job.prompts) * samples) as progress:
+        for start in range(0, len(left), size):
+            indices = left[start : start + size]
+            ours = json.dumps([job.prompts[i] for i in indices]) if group.rank == 0 else ""
+            prompts: list[list[int]] = json.loads(group.share(f"prompts from {start}", ours)[0])
+            generate(
+                session.model, prompts, group, job.settings,
+                tokenizer=job.tokenizer, indices=indices, on_finish=finished, check_finite=arguments.check_finite,
+                timings=timings,
+            )  # fmt: skip
+    if answers is not None:
+        answers.close()
+
+
+def open_answers(
+    group: TensorParallelGroup, arguments: argparse.Namespace, run: str
+) -> tuple[AnswerFile | None, set[tuple[int, int]]]:
+    """Rank 0's file, and what it holds already, on every rank. Whatever is wrong with it is raised on every rank."""
+    answers, said = None, ""
+    if group.rank == 0:
+        try:
+            answers = AnswerFile(arguments.output, run, resume=arguments.resume)
+            said = json.dumps({"done": sorted(answers.done)})
+        except RequestError as error:
+            said = json.dumps({"error": str(error)})
+    told = json.loads(group.share("answers", said)[0])
+    if "error" in told:
+        raise RequestError(told["error"])
+    return answers, {(index, sample) for index, sample in told["done"]}
+
+
+class AnswerProgress:
+    """Rank 0's bar of answers. Silent where stderr is no terminal."""
+
+    def __init__(self, shown: bool, done: int, total: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._bar = Progress(*columns, console=Console(stderr=True), disable=not (shown and sys.stderr.isatty()))
+        self._task = self._bar.add_task("answers", total=total, completed=done)
+
+    def __enter__(self) -> AnswerProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def advance(self) -> None:
+        self._bar.advance(self._task)
+
+
 class _StreamPrinter:
-    """Prints text as its tokens come, holding back characters that are not yet whole."""
+    """Prints text as its tokens come, holding back characters that are not yet whole and what may begin a stop string."""
 
     def __init__(self, job: Job) -> None:
         assert job.tokenizer is not None
-        self._stream = job.tokenizer.stream()
+        self._text = StoppableText(job.tokenizer.stream(), job.settings.stop)
 
-    def __call__(self, index: int, token_id: int) -> None:
-        print(self._stream.step(token_id), end="", flush=True)
+    def __call__(self, row: int, token_id: int) -> None:
+        print(self._text.step(token_id), end="", flush=True)
 
     def finish(self) -> None:
-        print(self._stream.finish(), flush=True)
+        print(self._text.finish(), flush=True)
 
 
-def _text(job: Job, result: Generation) -> str:
-    return "" if job.tokenizer is None else job.tokenizer.decode(result.token_ids)
+def _answer(result: Generation) -> dict[str, Any]:
+    answer: dict[str, Any] = {
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "finish_reason": result.finish_reason,
+        "prompt_tokens": result.prompt_tokens,
+    }
+    if result.logprobs is not None:
+        answer["logprobs"] = [logprob_entry(each) for each in result.logprobs]
+    if result.prompt_logprobs is not None:
+        answer["prompt_logprobs"] = [None, *(logprob_entry(each) for each in result.prompt_logprobs)]
+    return answer
 
 
-def _print_json(
-    job: Job,
-    arguments: argparse.Namespace,
-    model: CausalLM,
-    results: list[Generation],
-    timings: GenerationTimings,
-    load_s: float,
-) -> None:
-    """One object a prompt; the timings are the batch's, the settings as resolved."""
-    boundary = model.boundary_for(timings.prefill_tokens)
-    settings = {
+def logprob_entry(token: TokenLogProb) -> dict[str, Any]:
+    """JSON has no infinity: a token that cannot be has the log-probability null."""
+    top = [[token_id, _number(log_prob)] for token_id, log_prob in token.top]
+    return {"token_id": token.token_id, "logprob": _number(token.log_prob), "top": top}
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def resolved_settings(job: Job, arguments: argparse.Namespace, model: CausalLM, prefill_tokens: int) -> dict[str, Any]:
+    """What was decided, from flags, files and defaults; the boundary of a prefill of that many tokens."""
+    boundary = model.boundary_for(prefill_tokens)
+    return {
         "model": str(arguments.model),
         "tp": model.group.size,
         "device": str(model.group.device),
@@ -134,9 +323,16 @@ def _print_json(
         "min_new_tokens": job.settings.min_new_tokens,
         "ignore_eos": job.settings.ignore_eos,
         "stop_token_ids": list(job.settings.stop_token_ids),
+        "stop": list(job.settings.stop),
         "chat": arguments.chat,
+        "greedy": job.settings.sampling.greedy,
+        **asdict(job.settings.sampling),
     }
-    times = {
+
+
+def _times(timings: GenerationTimings, load_s: float) -> dict[str, float]:
+    """The batch's."""
+    return {
         "load_s": round(load_s, 4),
         "prefill_s": round(timings.prefill_s, 4),
         "prefill_tokens": timings.prefill_tokens,
@@ -144,14 +340,3 @@ def _print_json(
         "decode_tokens": timings.decode_tokens,
         "decode_tokens_per_s": round(timings.decode_tokens_per_s, 2),
     }
-    for result in results:
-        entry = {
-            "index": result.index,
-            "text": _text(job, result) if job.tokenizer is not None else None,
-            "token_ids": result.token_ids,
-            "finish_reason": result.finish_reason,
-            "prompt_tokens": result.prompt_tokens,
-            "timings": times,
-            "settings": settings,
-        }
-        print(json.dumps(entry, ensure_ascii=False))

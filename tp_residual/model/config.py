@@ -157,6 +157,13 @@ class ModelConfig:
             )
         return self.max_position_embeddings
 
+    @property
+    def length_limit(self) -> str:
+        """max_sequence_length as a message says it."""
+        stretched = self.max_sequence_length != self.max_position_embeddings
+        text = f"max_position_embeddings={self.max_position_embeddings}"
+        return f"{text} stretched to {self.max_sequence_length} by rope_type={self.rope_type}" if stretched else text
+
     @classmethod
     def from_dir(cls, path: str | PathLike[str]) -> "ModelConfig":
         """Reads DIR/config.json. Stop tokens that DIR/generation_config.json names replace those of config.json."""

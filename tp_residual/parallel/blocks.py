@@ -139,23 +139,16 @@ def grad_norm(blocks: Iterable[ParameterBlock], group: TensorParallelGroup, p: f
     if p not in (1.0, 2.0, float("inf")):
         raise ValueError(f"p={p} is not one of 1, 2, inf")
     blocks = list(blocks)
+    # fp64 inside: torch's fp32 vector_norm is off by 6e-4 at 14 million elements on CPU
     parts = [
-        torch.linalg.vector_norm(block.of(block.parameter.grad).reshape(-1), p, dtype=_norm_dtype(block.parameter.grad))
+        torch.linalg.vector_norm(block.of(block.parameter.grad).reshape(-1), p, dtype=torch.float64)
         for block in blocks
         if block.owner == group.rank and block.parameter.grad is not None and block.of(block.parameter.grad).numel()
     ]
-    own = (
-        torch.stack([part.double() for part in parts])
-        if parts
-        else torch.zeros(1, dtype=torch.float64, device=group.device)
-    )
+    own = torch.stack(parts) if parts else torch.zeros(1, dtype=torch.float64, device=group.device)
     own = torch.linalg.vector_norm(own, p).view(1)
     if group.size > 1:
         own = group.run("all_gather", "grad_norm", own, lambda transport, t: transport.all_gather(t))
     norm = torch.linalg.vector_norm(own, p)
     wide = any(block.parameter.dtype == torch.float64 for block in blocks)  # not of `parts`: a rank may own nothing
     return norm if wide else norm.float()
-
-
-def _norm_dtype(grad: Tensor) -> torch.dtype:
-    return torch.float64 if grad.dtype == torch.float64 else torch.float32

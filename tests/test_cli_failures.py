@@ -12,6 +12,7 @@ import pytest
 import torch
 from test_generate import cli_model
 
+from tp_residual.cli import main
 from tp_residual.cli.arguments import parse
 from tp_residual.cli.launch import check_timeout, threads_per_rank
 from tp_residual.errors import RequestError
@@ -165,6 +166,16 @@ def test_more_threads_than_cores_are_refused() -> None:
         with pytest.raises(RequestError, match=f"--threads {threads} is not between 1 and the {usable} usable cores"):
             threads_per_rank(threads)
     assert threads_per_rank(usable) == usable and threads_per_rank(None) >= 1
+
+
+def test_token_ids_without_a_tokenizer_are_shown_the_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for file in cli_model().iterdir():
+        if not file.name.startswith("tokenizer"):
+            (tmp_path / file.name).symlink_to(file)
+    line = ["generate", "--model", str(tmp_path), "--prompt-ids", "5,6", "--max-new-tokens", "2"]
+    assert main(line) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "has no tokenizer.json, which text needs; add --json for token ids alone" in err
 
 
 # -- NaN

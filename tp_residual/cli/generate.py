@@ -95,6 +95,10 @@ def prepare(arguments: argparse.Namespace) -> Job:
         if "" in arguments.prompt:
             raise RequestError("a --prompt is empty; give it some text")
     if needs_tokenizer:
+        if not arguments.json and arguments.prompt_ids and not Path(arguments.model, "tokenizer.json").exists():
+            raise RequestError(
+                f"{arguments.model} has no tokenizer.json, which text needs; add --json for token ids alone"
+            )
         tokenizer()
     prompts = [
         encode_prompt(entry, tokenizer, chat=arguments.chat, where=place)

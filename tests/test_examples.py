@@ -24,6 +24,19 @@ def test_a_layer_of_ones_own_is_proven_as_readme_shows() -> None:
     assert [line.partition(":")[0] for line in out.splitlines()] == ["tp=1", "tp=2", "tp=3", "tp=4"]
 
 
+def test_the_failures_that_the_docs_show() -> None:
+    said = {scene: run("examples/failures.py", scene).splitlines() for scene in ("kill", "skip", "mismatch")}
+    assert "waiting in #2 all_reduce tag='layer 1' shape=[4] dtype=float32, gave up:" in said["kill"][0]
+    assert "rank 1: no report, so dead or not waiting" in said["kill"][0]
+    assert said["kill"][1] == "rank 1: ended with exit code 9"
+    for scene, first, second in (
+        ("skip", "tag='layer 1' shape=[4]", "tag='layer 2' shape=[4]"),
+        ("mismatch", "tag='layer 1' shape=[4]", "tag='layer 1' shape=[5]"),
+    ):
+        assert len(said[scene]) == 2
+        assert all(f"at #2 all_reduce {call}" in line for line in said[scene] for call in (first, second))
+
+
 def test_generation_from_python() -> None:
     model = str(cli_model())
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

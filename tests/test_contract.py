@@ -56,6 +56,16 @@ def test_norm_is_the_contract_bit_for_bit(size: int, spec: NormSpec) -> None:
     assert torch.equal(norm(x, weight, bias, spec, torch.float32), torch.from_numpy(expected))
 
 
+def test_many_rows_are_the_contract_too() -> None:
+    """Enough rows for the library's square root, which is not correctly rounded; and a row has the same bits alone."""
+    x, weight = random(2000, 8, seed=11), random(8, seed=12)
+    expected = numpy_norm(x.numpy(), weight.numpy(), None, NormSpec(1e-5))
+    together = norm(x, weight, None, NormSpec(1e-5), torch.float32)
+    assert torch.equal(together, torch.from_numpy(expected))
+    alone = [norm(row, weight, None, NormSpec(1e-5), torch.float32) for row in x.split(1)]
+    assert torch.equal(together, torch.cat(alone))
+
+
 def test_sixteen_bit_norms_widen_first_and_round_once() -> None:
     x, weight = random(9, 100, seed=1, dtype=torch.bfloat16), random(100, seed=2, dtype=torch.bfloat16)
     wide = torch.from_numpy(numpy_norm(x.float().numpy(), weight.float().numpy(), None, NormSpec(1e-5)))

@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 
 
 SHORTEST_TIMEOUT_S, LONGEST_TIMEOUT_S = 0.1, 1e6
-_AGREEMENT_S = (
-    1.5  # how long a rank whose error all ranks share lets the others say it, too, before the launcher ends them
-)
+# How long a rank whose error all ranks share lets the others say it, too, before the launcher ends them.
+_AGREEMENT_S = 1.5
 
 
 def under_launcher() -> bool:
@@ -46,9 +45,8 @@ def resolve_tp(requested: int | None) -> int:
 
 def relaunch(argv: list[str], tp_size: int) -> NoReturn:
     """Become torchrun with `tp_size` ranks of the same command on this machine."""
-    os.environ.setdefault(
-        "OMP_NUM_THREADS", "1"
-    )  # each rank sets its own number; unset, torchrun prints a warning about it
+    # each rank sets its own number; unset, torchrun prints a warning about it
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     command = [
         "-m",
         "torch.distributed.run",
@@ -88,9 +86,8 @@ def open_group(device: str, timeout_s: float, *, checked: bool = False) -> Tenso
     """This rank's group over all ranks of the launcher, or a group of one. Refuses more local ranks than GPUs before NCCL starts."""
     if under_launcher():
         _end_with_launcher()
-    os.environ.setdefault(
-        "TORCH_CPP_LOG_LEVEL", "ERROR"
-    )  # a dead peer makes torch's store warn with a C++ stack, beside our message
+    # a dead peer makes torch's store warn with a C++ stack, beside our message
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     import torch
     import torch.distributed as dist
 
@@ -176,6 +173,5 @@ def _alive(pid: int) -> bool:
         return False
 
 
-_wakeup_sockets: list[
-    socket.socket
-] = []  # open for the life of the process: a closed wake-up socket would lose the signal
+# Open for the life of the process: a closed wake-up socket would lose the signal.
+_wakeup_sockets: list[socket.socket] = []

@@ -25,9 +25,8 @@ from tp_residual.parallel.transport import Transport
 
 LIBRARY = torch.library.Library("tp_residual", "DEF")
 
-_GATHER_BELOW_BYTES = (
-    64 * 1024
-)  # per rank; a gather of everything is one wake-up instead of two, and no more bits move than that
+# Per rank; a gather of everything is one wake-up of the peers instead of two, and moves no more than this.
+_GATHER_BELOW_BYTES = 64 * 1024
 
 
 # -- the wire level: plain tensors, no autograd

@@ -39,19 +39,3 @@ class RMSNorm(nn.Module):
         yield replicated_block(f"{prefix}weight", self.weight, self.group.size, partial_gradient=self.partial_gradient)
         if self.bias is not None:
             yield replicated_block(f"{prefix}bias", self.bias, self.group.size, partial_gradient=self.partial_gradient)
-
-
-class LayerNorm(RMSNorm):
-    """`(x - mean) / std * weight + bias`: an RMSNorm module whose spec has kind "layer"."""
-
-    def __init__(
-        self,
-        size: int,
-        eps: float,
-        group: TensorParallelGroup,
-        *,
-        partial_gradient: bool,
-        name: str = "norm",
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        super().__init__(size, NormSpec(eps, "layer"), group, partial_gradient=partial_gradient, name=name, dtype=dtype)

@@ -2,19 +2,26 @@
 
 import os
 import sys
+import time
 
 import torch
 
+from tp_residual.errors import CollectiveError
 from tp_residual.testing import RanksFailed, run_ranks
 
 
 def all_reduce(group, tag, size=4):
-    group.run("all_reduce", tag, torch.ones(size), lambda transport, x: transport.all_reduce(x))
+    try:
+        group.run("all_reduce", tag, torch.ones(size), lambda transport, x: transport.all_reduce(x))
+    except CollectiveError:
+        time.sleep(1)  # rank 0 holds the side channel: the other reads there what this one reports
+        raise
 
 
 def kill(group):
     all_reduce(group, "layer 0")
     if group.rank == 1:
+        time.sleep(1)  # until rank 0 waits in the next one
         os._exit(9)  # as the kernel's out-of-memory killer would
     all_reduce(group, "layer 1")
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tp_residual.kernels.contract import NormSpec, add, norm, norm_backward, tree_sum
+from tp_residual.kernels.contract import AddNormSpec, NormSpec, add, add_norm, norm, norm_backward, tree_sum
 
 SIZES = (1, 2, 3, 8, 64, 100, 576, 2880)
 
@@ -125,3 +125,27 @@ def test_a_wide_stream_does_not_overflow() -> None:
     assert torch.equal(stream, torch.full((1, 4), 70000.0))
     normed = norm(stream, torch.ones(4, dtype=torch.float16), None, NormSpec(1e-5), torch.float16)
     assert torch.equal(normed, torch.ones(1, 4, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("rounding", [None, torch.bfloat16])
+def test_add_norm_with_scales_and_an_update_norm_is_the_contract(rounding: torch.dtype | None) -> None:
+    """Against numpy, in the order: bias, rounding, update norm, rounding, update scale, skip scale, add, rounding, norm."""
+
+    def round_(x: np.ndarray, dtype: torch.dtype | None) -> np.ndarray:
+        return x if dtype is None else torch.from_numpy(x).to(dtype).float().numpy()
+
+    rows, size = 5, 100
+    inner, outer = NormSpec(1e-5, weight_offset=1.0), NormSpec(1e-6)
+    spec = AddNormSpec(torch.bfloat16, torch.float32, outer, inner, 0.3, 1.7, rounding)
+    update, bias = random(rows, size, seed=1, dtype=torch.bfloat16), random(size, seed=2)
+    residual = random(rows, size, seed=3, dtype=torch.bfloat16)
+    update_weight, weight = random(size, seed=4), random(size, seed=5)
+    u = round_(update.float().numpy() + bias.numpy(), rounding)
+    u = round_(numpy_norm(u, update_weight.numpy(), None, inner), rounding) * np.float32(0.3)
+    stream = round_(residual.float().numpy() * np.float32(1.7) + u, torch.bfloat16)
+    new_residual, normed = add_norm(
+        spec, residual, update, update_bias=bias, update_weight=update_weight, weight=weight
+    )
+    assert new_residual.dtype is torch.bfloat16 and normed is not None
+    assert torch.equal(new_residual.float(), torch.from_numpy(stream))
+    assert torch.equal(normed, torch.from_numpy(numpy_norm(stream, weight.numpy(), None, outer)))

@@ -27,6 +27,23 @@ class NormSpec:
     weight_after_cast: bool = False
 
 
+@dataclass(frozen=True)
+class AddNormSpec:
+    """What happens to a completed sum, without its operands: `round(skip_scale * residual + update_scale * update)`, then a norm.
+
+    norm: reads the new residual as rounded. update_norm: applied to the update first (sandwich). round_update: round the sum, and the
+    update norm's result, to this dtype before the add, as separate operations in that dtype do.
+    """
+
+    stream_dtype: torch.dtype
+    output_dtype: torch.dtype
+    norm: NormSpec | None = None
+    update_norm: NormSpec | None = None
+    update_scale: float = 1.0
+    skip_scale: float = 1.0
+    round_update: torch.dtype | None = None
+
+
 def widen(x: Tensor) -> Tensor:
     """fp32 for the 16-bit types, fp32 and fp64 as they are."""
     return x if x.dtype in WIDE else x.float()
@@ -107,20 +124,55 @@ def norm_backward(
     return d_x * r, d_weight, None if bias is None else grad.sum(0).to(bias.dtype)
 
 
+def add_norm(
+    spec: AddNormSpec,
+    residual: Tensor | None,
+    update: Tensor | None,
+    *,
+    update_bias: Tensor | None = None,
+    update_weight: Tensor | None = None,
+    update_norm_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`(new residual, normed value or None)` of rows `[tokens, D]`; at least one of residual and update is given.
+
+    update_bias is added once to the completed sum, before any rounding of it. A scale of 1 is not multiplied.
+    """
+    if update is not None:
+        update = widen(update)
+        if update_bias is not None:
+            update = update + widen(update_bias)
+        update = _rounded(update, spec.round_update)
+        if spec.update_norm is not None:
+            assert update_weight is not None
+            update = norm(update, update_weight, update_norm_bias, spec.update_norm, update.dtype)
+            update = _rounded(update, spec.round_update)
+        if spec.update_scale != 1.0:
+            update = update * spec.update_scale
+    if residual is None:
+        assert update is not None
+        new_residual = update.to(spec.stream_dtype)
+    else:
+        kept = residual if update is None and spec.skip_scale == 1.0 else widen(residual)
+        if spec.skip_scale != 1.0:
+            kept = kept * spec.skip_scale
+        if update is not None:
+            wide = torch.promote_types(kept.dtype, update.dtype)
+            kept = kept.to(wide) + update.to(wide)
+        new_residual = kept.to(spec.stream_dtype)
+    if spec.norm is None:
+        return new_residual, None
+    assert weight is not None
+    return new_residual, norm(new_residual, weight, norm_bias, spec.norm, spec.output_dtype)
+
+
 def add(
     residual: Tensor | None, update: Tensor | None, dtype: torch.dtype, *, round_update: torch.dtype | None = None
 ) -> Tensor:
-    """The stream after an update: `round(residual + update)`, added wide, rounded once to `dtype`.
+    """The stream after an update, without scales or norms."""
+    return add_norm(AddNormSpec(dtype, dtype, round_update=round_update), residual, update)[0]
 
-    round_update: round the completed sum to this dtype before the add, as a plain all-reduce in that dtype does.
-    """
-    if update is None:
-        assert residual is not None
-        return residual.to(dtype)
-    if round_update is not None:
-        update = widen(update.to(round_update))
-    if residual is None:
-        return update.to(dtype)
-    residual, update = widen(residual), widen(update)
-    wide = torch.promote_types(residual.dtype, update.dtype)
-    return (residual.to(wide) + update.to(wide)).to(dtype)
+
+def _rounded(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return x if dtype is None else widen(x.to(dtype))

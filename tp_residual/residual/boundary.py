@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tp_residual.errors import LayoutError, UserError
-from tp_residual.kernels.contract import NormSpec, add, norm, norm_backward, widen
+from tp_residual.kernels.contract import AddNormSpec, NormSpec, add_norm, norm_backward, widen
 from tp_residual.parallel.collectives import LIBRARY, gathered, invariant_to_column_input, move, summed, summed_shard
 from tp_residual.parallel.group import TensorParallelGroup
 from tp_residual.parallel.partial import Partial
@@ -120,14 +120,11 @@ class PlainExecutor:
                 update = summed_shard(group, partial, tag, 0, tokens, self.ordered)
             else:
                 update = summed(group, partial, tag, self.ordered)
-            if bias is not None:
-                update = update + widen(bias)
         round_update = request.output_dtype if request.round_reduced else None
-        new_residual = add(residual, update, request.stream_dtype, round_update=round_update)
-        if request.norm is None:
+        spec = AddNormSpec(request.stream_dtype, request.output_dtype, request.norm, round_update=round_update)
+        new_residual, normed = add_norm(spec, residual, update, update_bias=bias, weight=weight, norm_bias=norm_bias)
+        if normed is None:
             return new_residual, new_residual.new_empty(0, dtype=request.output_dtype)
-        assert weight is not None
-        normed = norm(new_residual, weight, norm_bias, request.norm, request.output_dtype)
         if request.sequence_parallel and request.result == "gathered" and group.size > 1:
             normed = gathered(group, normed, tag, 0, tokens)
         return new_residual, normed

@@ -61,6 +61,11 @@ def tree_sum(x: Tensor) -> Tensor:
     return x
 
 
+def column_sum(x: Tensor) -> Tensor:
+    """Sum of rows `[tokens, D]` by the same tree: torch's own order depends on the number of threads where D is 1."""
+    return tree_sum(x.t()).squeeze(1)
+
+
 def _over(x: Tensor, divisor: int) -> Tensor:
     # by a tensor: for a Python scalar, CUDA multiplies by a rounded reciprocal instead of dividing
     return torch.div(x, torch.full((1,), float(divisor), dtype=x.dtype, device=x.device))
@@ -120,8 +125,8 @@ def norm_backward(
     d_x = scaled - normalised * (scaled * normalised).mean(-1, keepdim=True)
     if spec.kind == "layer":
         d_x = d_x - scaled.mean(-1, keepdim=True)
-    d_weight = (grad * normalised).sum(0).to(weight.dtype)
-    return d_x * r, d_weight, None if bias is None else grad.sum(0).to(bias.dtype)
+    d_weight = column_sum(grad * normalised).to(weight.dtype)
+    return d_x * r, d_weight, None if bias is None else column_sum(grad).to(bias.dtype)
 
 
 def add_norm(

@@ -2,7 +2,9 @@
 peer.
 """
 
+import logging
 import os
+import re
 import signal
 import time
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from tp_residual.errors import CollectiveError
+from tp_residual.parallel import liveness
 from tp_residual.parallel.collectives import partial_to_invariant
 from tp_residual.parallel.group import TensorParallelGroup, group_of
 from tp_residual.parallel.partial import Partial
@@ -119,7 +122,7 @@ def check_counters_and_record(group):
 
 
 def test_counters_and_record(ranks):
-    ranks(2, check_counters_and_record)
+    ranks(2, check_counters_and_record, checked=False)
 
 
 def test_a_group_of_one_needs_no_torch_distributed():
@@ -145,11 +148,11 @@ def skip_one(whole, limit_s):
 
 
 def test_an_expired_wait_names_rank_number_tag_shape_and_limit(ranks):
-    seconds, message = ranks(2, skip_one, 1.0, collective_timeout_s=20.0)[0]
+    seconds, message = ranks(2, skip_one, 1.0, collective_timeout_s=20.0, checked=False)[0]
     assert 0.9 < seconds < 4.5, seconds  # and two more to look for the peer's report
     for part in ("rank 0 of 2", "#2 all_reduce", "tag='only rank 0'", "shape=[4, 3]", "dtype=float64", "limit 1 s"):
         assert part in message, message
-    assert "rank 1: no report" in message
+    assert "rank 1: no report, so dead or computing; it last said: last completed #1 all_reduce tag='both'" in message
 
 
 def part_ways(group):
@@ -165,7 +168,7 @@ def part_ways(group):
 
 
 def test_ranks_in_different_collectives_quote_each_other(ranks):
-    messages = ranks(2, part_ways, collective_timeout_s=1.0)
+    messages = ranks(2, part_ways, collective_timeout_s=1.0, checked=False)
     assert "rank 0 of 2" in messages[0] and "rank 1: waiting in #" in messages[0] and "all_gather" in messages[0]
     assert "rank 1 of 2" in messages[1] and "rank 0: waiting in #" in messages[1] and "all_reduce" in messages[1]
 
@@ -187,14 +190,14 @@ def lose_a_peer(group, how):
 def test_a_lost_peer_is_noticed_in_seconds(ranks, how):
     start = time.monotonic()
     with pytest.raises(RanksFailed) as failure:
-        ranks(3, lose_a_peer, how, collective_timeout_s=60)
+        ranks(3, lose_a_peer, how, collective_timeout_s=60, checked=False)
     assert time.monotonic() - start < 20
     if how == "killed":
         assert failure.value.exit_codes[1] == -signal.SIGKILL
     else:
         assert isinstance(failure.value.exceptions[1], ValueError)
     message = str(failure.value.exceptions.get(0) or failure.value.exceptions[2])
-    assert "waiting in #2 all_reduce tag='bereft'" in message and "rank 1: no report" in message
+    assert "waiting in #2 all_reduce tag='bereft'" in message and "rank 1: its process has ended" in message
     assert float(message.split()[1]) < 4.5, message
 
 
@@ -205,7 +208,6 @@ def skip_one_checked(group):
             sum_over(group, torch.ones(2, 2), tag="skipped by rank 1")
         gather_over(group, torch.ones(3), tag="next")
     except CollectiveError as error:
-        time.sleep(0.5)  # for the others to read this rank's record
         return str(error)
     return None
 
@@ -218,6 +220,7 @@ def test_checked_mode_shows_both_records_when_one_skips(ranks):
         assert f"rank {rank} is at #2" in message and "parted ways" in message
         assert "#2 all_reduce tag='skipped by rank 1' shape=[2, 2]" in message
         assert "#2 all_gather tag='next' shape=[3]" in message
+        assert "from test_group:" in message  # where each of them was called
 
 
 def stop_early_checked(group):
@@ -230,10 +233,99 @@ def stop_early_checked(group):
     return str(error.value)
 
 
+def leave_after_parting(group):
+    """Rank 0 leaves as soon as it knows, and the side channel with it; rank 1 comes late."""
+    if group.rank == 1:
+        time.sleep(1)
+    try:
+        sum_over(group, torch.ones(2 + group.rank), tag="parted")
+    except CollectiveError as error:
+        print(error, flush=True)
+        os._exit(40 if "shape=[2]" in str(error) and "shape=[3]" in str(error) else 3)
+
+
+def test_a_rank_that_leaves_after_parting_lets_the_others_read(ranks):
+    with pytest.raises(RanksFailed) as failure:
+        ranks(2, leave_after_parting, checked=True, collective_timeout_s=20)
+    assert failure.value.exit_codes == {0: 40, 1: 40}
+
+
+def part_by_call_site(group):
+    """The same number, kind, tag, shape and dtype from two places."""
+    x = torch.ones(2)
+    with pytest.raises(CollectiveError) as error:
+        if group.rank == 0:
+            group.run("all_reduce", "t", x, lambda transport, t: transport.all_reduce(t))
+        else:
+            group.run("all_reduce", "t", x, lambda transport, t: transport.all_reduce(t))
+    here, there = re.findall(r"from test_group:(\d+)", str(error.value))
+    assert here != there and "parted ways" in str(error.value)
+
+
+def test_checked_mode_compares_call_sites(ranks):
+    ranks(2, part_by_call_site, checked=True)
+
+
+def lose_a_peer_in_the_side_channel(group):
+    if group.rank == 1:
+        time.sleep(0.3)
+        os._exit(7)
+    group.share("never", "")
+
+
+def test_a_peer_that_dies_while_another_waits_in_the_side_channel_is_named(ranks):
+    start = time.monotonic()
+    with pytest.raises(RanksFailed) as failure:
+        ranks(2, lose_a_peer_in_the_side_channel, collective_timeout_s=50)
+    assert time.monotonic() - start < 15 and failure.value.exit_codes == {1: 7}
+    message = str(failure.value.exceptions[0])
+    assert "waiting for every rank's 'never'" in message and "the process of rank 1 has ended" in message
+
+
+def wait_for_a_slow_peer(group):
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("tp_residual").addHandler(handler)
+    liveness.FIRST_NOTICE_S = 1.5
+    sum_over(group, torch.ones(2), tag="before")
+    if group.rank == 2:
+        time.sleep(4)
+    sum_over(group, torch.ones(2), tag="awaited")
+    return records
+
+
+def test_waiting_for_a_slow_peer_is_said_once_by_the_lowest_waiting_rank(ranks):
+    said = ranks(3, wait_for_a_slow_peer, checked=False)
+    assert 1 <= len(said[0]) <= 2 and not said[2], said  # at 1.5 s and, twice as long after, perhaps at 3
+    assert len(said[1]) <= 1, said  # it may look before rank 0 has published that it waits
+    line = said[0][0]
+    assert "rank 0 of 3 has been waiting in #2 all_reduce tag='awaited'" in line and "limit 30 s" in line, line
+    assert "rank 2: last completed #1 all_reduce tag='before'" in line and "rank 1: " not in line, line
+
+
+def check_phases(whole):
+    group = TensorParallelGroup.from_world(timeout_s=20, limits={"step": 0.5})
+    group.enter_phase("load")
+    if group.rank == 1:
+        time.sleep(1.5)
+    sum_over(group, torch.ones(2), tag="within the default")
+    group.enter_phase("step")
+    if group.rank == 1:
+        time.sleep(4)
+        return
+    with pytest.raises(CollectiveError, match=r"tag='too late'.*gave up.*\[limit 0.5 s of step"):
+        sum_over(group, torch.ones(2), tag="too late")
+
+
+def test_a_phase_has_its_own_limit(ranks):
+    ranks(2, check_phases, checked=False)
+
+
 def test_checked_mode_names_the_rank_that_did_not_come(ranks):
     message = ranks(2, stop_early_checked, checked=True, collective_timeout_s=1.0)[0]
-    assert "rank 0 of 2 is at #2 all_reduce tag='second'" in message
-    assert "rank 1 did not reach its collective #2 in 1 s" in message
+    assert "rank 0 of 2 has been waiting for rank 1 to reach #2 all_reduce tag='second'" in message
+    assert "for 1 s (limit 1 s); missing: rank 1 (last completed #1 all_reduce tag='first'" in message
 
 
 def run_checked(group):

@@ -109,7 +109,7 @@ def hang_on_one(group, where):
 def test_a_hang_is_killed_with_stacks_and_records(where):
     start = time.monotonic()
     with pytest.raises(RanksFailed) as failure:
-        run_ranks(2, hang_on_one, where, timeout_s=1.5, collective_timeout_s=100)
+        run_ranks(2, hang_on_one, where, timeout_s=1.5, collective_timeout_s=100, checked=False)
     assert time.monotonic() - start < 6
     error = failure.value
     assert "waiting in #2 all_reduce tag='after' shape=[4, 3] dtype=float32" in error.records[0]

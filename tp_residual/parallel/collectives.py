@@ -21,7 +21,7 @@ from tp_residual.kernels.contract import widen
 from tp_residual.parallel.group import TensorParallelGroup, group_of
 from tp_residual.parallel.partial import Partial
 from tp_residual.parallel.splits import Split
-from tp_residual.parallel.transport import Transport
+from tp_residual.parallel.transport import SumsInRankOrder, Transport
 
 LIBRARY = torch.library.Library("tp_residual", "DEF")
 
@@ -44,9 +44,7 @@ def summed_shard(group: TensorParallelGroup, x: Tensor, tag: str, dim: int, spli
     """This rank's slice along `dim` of the sum over the group, in fp32 at least."""
     chunks = _padded_chunks(x if ordered else widen(x), dim, split)
     if ordered:
-        own = group.run(
-            "reduce_scatter", tag, chunks, lambda transport, t: _rank_order_sum(transport.all_to_all(t), group.size)
-        )
+        own = group.run("reduce_scatter", tag, chunks, _ordered_reduce_scatter)
     else:
         own = group.run("reduce_scatter", tag, chunks, lambda transport, t: transport.reduce_scatter(t))
     shape = list(x.shape)
@@ -77,6 +75,8 @@ def _rank_order_sum(summands: Tensor, size: int) -> Tensor:
 
 def _ordered_all_reduce(transport: Transport, x: Tensor) -> Tensor:
     """all_to_all of equal pieces, rank-order sum, gather; or, when small, a gather of everything and the same sum: the same bits."""
+    if isinstance(transport, SumsInRankOrder):
+        return transport.ordered_all_reduce(x)
     size = transport.size
     flat = x.reshape(-1)
     if flat.numel() * flat.element_size() <= _GATHER_BELOW_BYTES:
@@ -84,6 +84,12 @@ def _ordered_all_reduce(transport: Transport, x: Tensor) -> Tensor:
     piece = -(-flat.numel() // size)
     own = _rank_order_sum(transport.all_to_all(_pad(flat, 0, piece * size)), size)
     return transport.all_gather(own)[: flat.numel()].view(x.shape)
+
+
+def _ordered_reduce_scatter(transport: Transport, chunks: Tensor) -> Tensor:
+    if isinstance(transport, SumsInRankOrder):
+        return transport.ordered_reduce_scatter(chunks)
+    return _rank_order_sum(transport.all_to_all(chunks), transport.size)
 
 
 def _padded_chunks(x: Tensor, dim: int, split: Split) -> Tensor:

@@ -5,15 +5,18 @@ before and between collectives.
 """
 
 import json
+import logging
 import os
 import re
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
+from typing import Literal
 from weakref import WeakValueDictionary
 
 import torch
@@ -21,8 +24,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tp_residual.errors import CollectiveError, UserError
-from tp_residual.parallel.record import CollectiveRecord, Counters
+from tp_residual.parallel.liveness import Process, WaitReporter, said
+from tp_residual.parallel.record import CollectiveRecord, Counters, Limits, call_site
+from tp_residual.parallel.shared import SharedTransport
 from tp_residual.parallel.transport import CudaWatchdog, PeerTransport, TorchTransport, Transport
+
+logger = logging.getLogger("tp_residual")
+
+TransportChoice = Literal["auto", "torch", "shared"]
 
 _PEER_REPORT_S = 2.0  # how long an expired wait looks for the reports of its peers
 
@@ -39,8 +48,12 @@ def group_of(handle: int) -> "TensorParallelGroup":
 class TensorParallelGroup:
     """Rank, size and the one way to run a collective among `ranks` (global ranks, in group order).
 
-    timeout_s: seconds after which any wait ends with a CollectiveError. checked: before each collective, all ranks compare its record
-    through the side channel, so that a rank that skipped one is named at once (slow: for finding faults).
+    timeout_s: seconds after which any wait ends with a CollectiveError; limits: other ones by phase (`enter_phase`). checked: before
+    each collective, all ranks compare its record through the side channel, so that a rank that skipped one is named at once (slow:
+    for finding faults).
+
+    transport: `torch` is the process group; `shared` a memory segment of CPU ranks on one host, a UserError where there can be none;
+    `auto` the segment where it can be had, with one log line. The process group stays beside it, as `library`.
     """
 
     def __init__(
@@ -49,30 +62,39 @@ class TensorParallelGroup:
         *,
         device: torch.device | str = "cpu",
         timeout_s: float = 60.0,
+        limits: Mapping[str, float] | None = None,
         checked: bool = False,
+        transport: TransportChoice = "auto",
     ) -> None:
         self.process_group = process_group
         self.device = torch.device(device)
-        self.timeout_s = timeout_s
+        self.limits = Limits(timeout_s, limits)
         self.checked = checked
         self.record = CollectiveRecord()
         self.counters = Counters()
         self.handle = next(_handles)
         self._subgroups: dict[tuple[int, ...], TensorParallelGroup] = {}
         self._watchdog: CudaWatchdog | None = None
+        self._reporter: WaitReporter | None = None
         self._entered = threading.Lock()
         self.transport: Transport | None = None
+        self.library: TorchTransport | None = None
         self.store: dist.Store = dist.HashStore()
         self.rank, self.size = 0, 1
         self.ranks: tuple[int, ...] = (0,)
+        self.processes: tuple[Process, ...] = ()  # by rank, once they have told each other
         if process_group is not None:
             self.rank, self.size = process_group.rank(), process_group.size()
             self.ranks = tuple(dist.get_process_group_ranks(process_group))
         if process_group is not None and self.size > 1:
-            self.transport = TorchTransport(process_group, timeout_s, device=self.device)
-            self.store = self._open_side_channel()
+            self.transport = self.library = TorchTransport(process_group, self.limits, device=self.device)
+            self.store = side_channel = self._open_side_channel()
             if self.device.type == "cuda":
-                self._watchdog = CudaWatchdog(timeout_s, self._end_after_device_hang)
+                self._watchdog = CudaWatchdog(self.limits, self._end_after_device_hang)
+            self.processes = tuple(map(Process.from_json, self.share("process", Process.own().to_json())))
+            self._reporter = WaitReporter(self.rank, self.size, self.record, self.limits, side_channel.clone())  # type: ignore[attr-defined]
+            if transport != "torch":
+                self._share_memory(forced=transport == "shared")
         _groups[self.handle] = self
 
     @classmethod
@@ -82,38 +104,56 @@ class TensorParallelGroup:
 
     @classmethod
     def from_world(
-        cls, *, device: torch.device | str = "cpu", timeout_s: float = 60.0, checked: bool = False
+        cls,
+        *,
+        device: torch.device | str = "cpu",
+        timeout_s: float = 60.0,
+        limits: Mapping[str, float] | None = None,
+        checked: bool = False,
+        transport: TransportChoice = "auto",
     ) -> "TensorParallelGroup":
         """All ranks of an initialised torch.distributed."""
-        return cls(dist.group.WORLD, device=device, timeout_s=timeout_s, checked=checked)
+        return cls(
+            dist.group.WORLD, device=device, timeout_s=timeout_s, limits=limits, checked=checked, transport=transport
+        )
 
     @classmethod
     def from_ranks(
-        cls, ranks: Sequence[int], *, device: torch.device | str = "cpu", timeout_s: float = 60.0, checked: bool = False
+        cls,
+        ranks: Sequence[int],
+        *,
+        device: torch.device | str = "cpu",
+        timeout_s: float = 60.0,
+        limits: Mapping[str, float] | None = None,
+        checked: bool = False,
+        transport: TransportChoice = "auto",
     ) -> "TensorParallelGroup":
         """The given global ranks; only they call this, and nothing of WORLD is used.
 
         All of them must have made equally many torch process groups before: torch names the new one after that number.
         """
         try:
-            members = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), use_local_synchronization=True)
+            longest = timedelta(seconds=Limits(timeout_s, limits).longest)
+            members = dist.new_group(list(ranks), timeout=longest, use_local_synchronization=True)
         except RuntimeError as error:
             raise CollectiveError(
                 f"could not set up a group of global ranks {list(ranks)}: {_first_line(error)}; each of them must call from_ranks(), "
                 "and all of them must have made equally many process groups before"
             ) from error
-        return cls(members, device=device, timeout_s=timeout_s, checked=checked)
+        return cls(members, device=device, timeout_s=timeout_s, limits=limits, checked=checked, transport=transport)
 
     def subgroup(self, members: tuple[int, ...]) -> "TensorParallelGroup":
         """These ranks of this group, with a record and counters of their own. Only they use it; nothing is set up for it."""
         if members == tuple(range(self.size)):
             return self
         if members not in self._subgroups:
-            assert isinstance(self.transport, TorchTransport), "a subgroup has no subgroups"
-            part = TensorParallelGroup(None, device=self.device, timeout_s=self.timeout_s, checked=self.checked)
+            assert self.library is not None, "a subgroup has no subgroups"
+            part = TensorParallelGroup(None, device=self.device, checked=self.checked)
+            part.limits = self.limits
             part.rank, part.size = members.index(self.rank), len(members)
             part.ranks = tuple(self.ranks[member] for member in members)
-            part.transport = PeerTransport(self.transport, members)
+            part.processes = tuple(self.processes[member] for member in members)
+            part.transport = PeerTransport(self.library, members)
             part.store = dist.PrefixStore(f"subgroup/{members}", self.store)
             part._watchdog = self._watchdog
             self._subgroups[members] = part
@@ -122,9 +162,48 @@ class TensorParallelGroup:
     def close(self) -> None:
         for subgroup in self._subgroups.values():
             subgroup.close()
+        if isinstance(self.transport, SharedTransport):
+            self.transport.close()
+        if self._reporter is not None:
+            self._reporter.close()
         if self._watchdog is not None:
             self._watchdog.close()
         _groups.pop(self.handle, None)
+
+    @property
+    def transport_name(self) -> str:
+        """`shared`, or the process group's backend; `none` in a group of one."""
+        if self.process_group is None or self.size == 1:
+            return "none"
+        if isinstance(self.transport, SharedTransport):
+            return "shared"
+        return "nccl" if self.device.type == "cuda" else "gloo"
+
+    @contextmanager
+    def over_library(self) -> Iterator[None]:
+        """Within it, collectives go through the process group, whatever this group's transport is: for checks of one by the other."""
+        own, self.transport = self.transport, self.library
+        try:
+            yield
+        finally:
+            self.transport = own
+
+    def _share_memory(self, *, forced: bool) -> None:
+        """Take a shared segment as transport, all ranks or none."""
+        if self.device.type != "cpu":
+            opened: SharedTransport | str = f"the ranks' device is {self.device.type}, not cpu"
+        else:
+            opened = SharedTransport.open(self)
+        if not isinstance(opened, str):
+            self.transport = opened
+        elif forced:
+            raise UserError(f"transport='shared' cannot run here: {opened}; leave the choice to transport='auto'")
+        elif self.rank == 0 and self.device.type == "cpu":
+            logger.info("transport: %s, since shared memory cannot be used: %s", self.transport_name, opened)
+
+    def enter_phase(self, name: str) -> None:
+        """From here on this rank's waits have the limit of phase `name`, and say so when they expire."""
+        self.limits.phase = name
 
     def run(self, kind: str, tag: str, x: Tensor, collective: Callable[[Transport, Tensor], Tensor]) -> Tensor:
         """Run `collective(transport, x)` with x contiguous, recorded and counted as `kind` under `tag`.
@@ -145,9 +224,9 @@ class TensorParallelGroup:
     def _run(
         self, transport: Transport, kind: str, tag: str, x: Tensor, collective: Callable[[Transport, Tensor], Tensor]
     ) -> Tensor:
-        call = self.record.enter(kind, tag, x)
+        self.record.enter(kind, tag, x, call_site() if self.checked else "")
         if self.checked:
-            self._compare_with_peers(str(call))
+            self._compare_with_peers(str(self.record.last))
         try:
             out = collective(transport, x)
         except RuntimeError as error:
@@ -155,7 +234,7 @@ class TensorParallelGroup:
         if self._watchdog is not None and not torch.cuda.is_current_stream_capturing():
             event = torch.cuda.Event()
             event.record()
-            self._watchdog.watch(str(call), event)
+            self._watchdog.watch(str(self.record.last), event)
         self.record.leave()
         self.counters.add(tag, kind, x.numel() * x.element_size())
         return out
@@ -166,13 +245,50 @@ class TensorParallelGroup:
         """Every rank's value, in rank order, through the side channel. `name` is used once in a group's life."""
         self.store.set(f"share/{name}/{self.rank}", value)
         keys = [f"share/{name}/{peer}" for peer in range(self.size)]
+        self._wait_for_keys(keys, f"every rank's {name!r}")
         try:
-            self.store.wait(keys, timedelta(seconds=self.timeout_s))
             return [self.store.get(key).decode() for key in keys]
         except RuntimeError as error:
-            raise CollectiveError(
-                f"rank {self.rank} of {self.size} waited for every rank's {name} and gave up: {_first_line(error)}"
-            ) from error
+            raise CollectiveError(self._side_channel_gone(f"reading every rank's {name!r}", error)) from error
+
+    def dead_peers(self) -> list[int]:
+        """Ranks whose processes are known to have ended; only those of this host can be known."""
+        return [rank for rank, process in enumerate(self.processes) if rank != self.rank and process.is_gone()]
+
+    def _wait_for_keys(self, keys: list[str], what: str) -> None:
+        """Returns when all keys are there. Raises CollectiveError at the limit, when the side channel goes, or when a local peer dies."""
+        try:
+            if self.store.check(keys):
+                return
+            self.record.since, self.record.waits_for = time.monotonic(), what
+            pause, look = 5e-5, time.monotonic() + 0.25
+            while not self.store.check(keys):  # not wait(), which logs a warning of its own and hears of no dead peer
+                now = time.monotonic()
+                if now - self.record.since > self.limits.seconds:
+                    missing = ", ".join(
+                        f"rank {key.rpartition('/')[2]} ({said(self.store, int(key.rpartition('/')[2]))})"
+                        for key in keys
+                        if not self.store.check([key])
+                    )
+                    raise CollectiveError(
+                        f"rank {self.rank} of {self.size} has been {self.record} for {self.limits.seconds:g} s ({self.limits}); "
+                        f"missing: {missing}"
+                    )
+                if now > look:
+                    look = now + 0.25
+                    if (dead := self.dead_peers()) and not self.store.check(keys):
+                        gone = ", ".join(map(str, dead))
+                        raise CollectiveError(
+                            f"rank {self.rank} of {self.size} was {self.record}: the process of rank {gone} has ended"
+                        )
+                time.sleep(pause)
+                pause = min(pause * 1.5, 5e-3)
+        except RuntimeError as error:
+            if isinstance(error, CollectiveError):
+                raise
+            raise CollectiveError(self._side_channel_gone(str(self.record), error)) from error
+        finally:
+            self.record.waits_for = ""
 
     def require_agreement(self, name: str, values: Mapping[str, object]) -> None:
         """Raises UserError on every rank when they do not all bring the same values, naming the first that differs from rank 0's."""
@@ -185,10 +301,16 @@ class TensorParallelGroup:
                         f"ranks differ in {name}: {key} is {value} on rank 0 and {theirs.get(key)} on rank {rank}; start all ranks alike"
                     )
 
-    def _open_side_channel(self) -> dist.Store:
+    def _side_channel_gone(self, doing: str, error: Exception) -> str:
+        return (
+            f"rank {self.rank} of {self.size} was {doing}, and the side channel is gone: {_first_line(error)}; rank 0 keeps it, "
+            "and says why it left"
+        )
+
+    def _open_side_channel(self) -> dist.TCPStore:
         """A TCPStore at the group's rank 0; its address travels once through the group itself."""
         assert self.transport is not None
-        limit = timedelta(seconds=self.timeout_s)
+        limit = timedelta(seconds=self.limits.seconds)
         address = torch.zeros(256, dtype=torch.uint8)
         server = None
         if self.rank == 0:
@@ -211,27 +333,33 @@ class TensorParallelGroup:
         """Checked mode: everybody's record of this collective must read the same before anybody enters it."""
         number = self.record.number
         self.store.set(f"call/{number}/{self.rank}", call)
+        calls = []
         for peer in range(self.size):
-            try:
-                self.store.wait([f"call/{number}/{peer}"], timedelta(seconds=self.timeout_s))
-                theirs = self.store.get(f"call/{number}/{peer}").decode()
-            except RuntimeError as error:
-                raise CollectiveError(
-                    f"rank {self.rank} of {self.size} is at {call}; rank {peer} did not reach its collective #{number} "
-                    f"in {self.timeout_s:g} s ({self._peer_reports()})"
-                ) from error
-            if theirs != call:
-                raise CollectiveError(
-                    f"ranks have parted ways: rank {self.rank} is at {call}, rank {peer} is at {theirs}; "
-                    "one of them skipped or added a collective"
-                )
+            key = f"call/{number}/{peer}"
+            self._wait_for_keys([key], f"rank {peer} to reach {call}")
+            calls.append(self.store.get(key).decode())
+        parted = next((peer for peer in range(self.size) if calls[peer] != call), None)
+        if parted is not None:
+            self._let_peers_read(number)
+            raise CollectiveError(
+                f"ranks have parted ways: rank {self.rank} is at {call}, rank {parted} is at {calls[parted]}; "
+                "one of them skipped, added or reordered a collective"
+            )
         if number > 2:  # everybody has posted this number, so has read all of the one before last
             self.store.delete_key(f"call/{number - 2}/{self.rank}")
+
+    def _let_peers_read(self, number: int) -> None:
+        """Rank 0 takes the side channel along when it leaves: not before the others have read what parted them, or are late."""
+        self.store.set(f"read/{number}/{self.rank}", "")
+        keys = [f"read/{number}/{peer}" for peer in range(self.size)]
+        end = time.monotonic() + _PEER_REPORT_S
+        while self.rank == 0 and not self.store.check(keys) and time.monotonic() < end:
+            time.sleep(0.01)
 
     def _explain(self, error: Exception) -> str:
         return (
             f"rank {self.rank} of {self.size} (global rank {self.ranks[self.rank]}), {self.record}, gave up: {_first_line(error)} "
-            f"[limit {self.timeout_s:g} s; {self._peer_reports()}]"
+            f"[{self.limits}; {self._peer_reports()}]"
         )
 
     def _peer_reports(self) -> str:
@@ -243,19 +371,19 @@ class TensorParallelGroup:
             self.store.set(f"report/{self.rank}", str(self.record))
             while len(reports) < len(peers) and time.monotonic() < end:
                 for peer in peers:
-                    if peer not in reports and self.store.check(
-                        [f"report/{peer}"]
-                    ):  # not wait(), which logs a warning of its own
+                    if peer not in reports and self.store.check([f"report/{peer}"]):
                         reports[peer] = self.store.get(f"report/{peer}").decode()
+                reports |= {peer: "its process has ended" for peer in self.dead_peers() if peer not in reports}
                 time.sleep(0.02)
+            for peer in peers:
+                reports.setdefault(peer, f"no report, so dead or computing; it last said: {said(self.store, peer)}")
         except RuntimeError:
             reports.setdefault(0, "gone, and the side channel with it")
-        silent = "no report, so dead or not waiting in a collective"
-        return "; ".join(f"rank {peer}: {reports.get(peer, silent)}" for peer in peers)
+        return "; ".join(f"rank {peer}: {reports.get(peer, 'no report')}" for peer in peers)
 
     def _end_after_device_hang(self, call: str) -> None:
         print(
-            f"tp_residual: rank {self.rank} of {self.size}: {call} has not completed on {self.device} after {self.timeout_s:g} s "
+            f"tp_residual: rank {self.rank} of {self.size}: {call} has not completed on {self.device} ({self.limits}) "
             f"[{self._peer_reports()}]",
             file=sys.stderr,
             flush=True,

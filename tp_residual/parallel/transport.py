@@ -1,4 +1,5 @@
-"""The wire: five collectives over contiguous tensors, each returning a new tensor. Only this file calls torch.distributed's collectives.
+"""The wire: five collectives over contiguous tensors, each returning a new tensor. Only this file calls torch.distributed's collectives
+(and `bench/collectives.py`, which times their in-place forms).
 
 Autograd, counters and the record live above (`group.py`, `collectives.py`), so another wire is another small class.
 """
@@ -8,11 +9,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from tp_residual.parallel.record import Limits
 
 # torch 2.13 renamed these two; the older names warn there and are all that earlier releases have.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -31,17 +34,25 @@ class Transport(Protocol):
     def broadcast(self, x: Tensor, root: int) -> Tensor: ...
 
 
+@runtime_checkable
+class SumsInRankOrder(Protocol):
+    """A transport that can add in rank order itself: summands widened to fp32 at least, and so is the sum it returns."""
+
+    def ordered_all_reduce(self, x: Tensor) -> Tensor: ...
+    def ordered_reduce_scatter(self, x: Tensor) -> Tensor: ...
+
+
 class TorchTransport:
-    """A torch process group. Under gloo, every wait ends after `timeout_s` seconds with a RuntimeError.
+    """A torch process group. Under gloo, every wait ends after the limit of the present phase with a RuntimeError.
 
     Under NCCL it orders the streams and returns: a limit would make the host wait for the device at each call. There, the group's
     CudaWatchdog keeps the time.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup, timeout_s: float, *, device: torch.device) -> None:
+    def __init__(self, process_group: dist.ProcessGroup, limits: Limits, *, device: torch.device) -> None:
         self.process_group = process_group
         self.size = process_group.size()
-        self.limit = None if device.type == "cuda" else timedelta(seconds=timeout_s)
+        self.limits = None if device.type == "cuda" else limits
 
     def all_reduce(self, x: Tensor) -> Tensor:
         out = x.clone()
@@ -69,10 +80,10 @@ class TorchTransport:
         return out
 
     def wait(self, work: dist.Work) -> None:
-        if self.limit is None:
+        if self.limits is None:
             work.wait()
         else:
-            work.wait(self.limit)
+            work.wait(timedelta(seconds=self.limits.seconds))
 
 
 class PeerTransport:
@@ -126,13 +137,13 @@ class PeerTransport:
 class CudaWatchdog:
     """Notices a collective that never completes on the device, where waiting does not block the host.
 
-    One daemon thread polls the event recorded behind each call, in order; the first that is still pending `timeout_s` after it was
-    issued is handed to `on_expiry`, with the description of its call, once.
+    One daemon thread polls the event recorded behind each call, in order; the first that is still pending at its limit is handed to
+    `on_expiry`, with the description of its call, once.
     """
 
-    def __init__(self, timeout_s: float, on_expiry: Callable[[str], None], poll_s: float = 0.2) -> None:
+    def __init__(self, limits: Limits, on_expiry: Callable[[str], None], poll_s: float = 0.2) -> None:
         self._calls: queue.SimpleQueue[tuple[float, str, torch.cuda.Event] | None] = queue.SimpleQueue()
-        self._timeout_s, self._on_expiry, self._poll_s = timeout_s, on_expiry, poll_s
+        self._limits, self._on_expiry, self._poll_s = limits, on_expiry, poll_s
         self._thread = threading.Thread(target=self._watch, name="tp_residual-cuda-watchdog", daemon=True)
         self._thread.start()
 
@@ -146,7 +157,7 @@ class CudaWatchdog:
         while (call := self._calls.get()) is not None:
             issued, description, event = call
             while not event.query():
-                if time.monotonic() - issued > self._timeout_s:
+                if time.monotonic() - issued > self._limits.seconds:
                     self._on_expiry(description)
                     return
                 time.sleep(self._poll_s)

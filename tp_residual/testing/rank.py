@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from tp_residual.parallel.group import TensorParallelGroup, _groups
+from tp_residual.parallel.group import TensorParallelGroup, TransportChoice, _groups
 from tp_residual.testing.runner import STACK_SIGNAL
 
 # They describe the launch that the caller is part of, not this one.
@@ -34,6 +34,7 @@ def main(
     environment: dict[str, str],
     collective_timeout_s: float,
     checked: bool,
+    transport: TransportChoice,
     warning_filter: Any,
 ) -> None:
     """Run the payload. Returns, so that the process exits with 0, when the caller has heard of every rank's success."""
@@ -50,7 +51,7 @@ def main(
         store = FileStore(os.path.join(folder, "store"), world_size)  # a file per call: no port to collide on
         limit = timedelta(seconds=collective_timeout_s)
         dist.init_process_group("gloo", store=store, rank=number, world_size=world_size, timeout=limit)
-        group = TensorParallelGroup.from_world(timeout_s=collective_timeout_s, checked=checked)
+        group = TensorParallelGroup.from_world(timeout_s=collective_timeout_s, checked=checked, transport=transport)
         function, args, kwargs = pickle.loads(payload)
         with warnings.catch_warnings():
             warnings.simplefilter(warning_filter)

@@ -74,14 +74,15 @@ def run_ranks(
     *args: Any,
     timeout_s: float = 60.0,
     collective_timeout_s: float | None = None,
-    checked: bool = False,
+    checked: bool = True,
+    transport: str = "torch",
     warning_filter: str = "error",
     **kwargs: Any,
 ) -> list[Any]:
     """What `function(group, *args, **kwargs)` returned on each of `world_size` CPU ranks, by rank.
 
-    group is the TensorParallelGroup of all ranks (gloo), made with `checked` and a limit of collective_timeout_s (half
-    of timeout_s unless given). Ranks import the function by its name, so it must be at module level; arguments and
+    group is the TensorParallelGroup of all ranks (gloo), made with `checked`, `transport` and a limit of collective_timeout_s
+    (half of timeout_s unless given). Ranks import the function by its name, so it must be at module level; arguments and
     results travel by pickle. Each rank has one torch thread, the caller's environment, and turns warnings into errors
     (see warnings.simplefilter).
 
@@ -113,6 +114,7 @@ def run_ranks(
                         environment,
                         limit,
                         checked,
+                        transport,
                         warning_filter,
                     ),
                     name=f"rank {number}",

@@ -1,18 +1,16 @@
 """The boundary: who completes a sum, in which order, with which rounding, and what its gradient is."""
 
-import logging
 
 import numpy as np
 import pytest
 import torch
 
-from tp_residual.errors import LayoutError, UserError
+from tp_residual.errors import LayoutError
 from tp_residual.kernels.contract import NormSpec, add, norm
 from tp_residual.parallel.collectives import invariant_to_column_input
 from tp_residual.parallel.group import TensorParallelGroup
 from tp_residual.parallel.partial import Partial
-from tp_residual.residual import boundary as boundary_module
-from tp_residual.residual.boundary import Boundary, BoundaryRequest, PlainExecutor, run_boundary
+from tp_residual.residual.boundary import Boundary, BoundaryRequest, run_boundary
 from tp_residual.residual.norms import RMSNorm
 from tp_residual.residual.stream import Stream
 from tp_residual.testing import expect_collectives, run_ranks
@@ -329,28 +327,3 @@ def request(**changes: object) -> BoundaryRequest:
 def test_a_request_without_meaning_is_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         request(**changes)
-
-
-class Fussy(PlainExecutor):
-    def supports(self, request: BoundaryRequest, group: TensorParallelGroup) -> str | None:
-        return "it has no norm of eps 0.5" if request.norm is not None and request.norm.eps == 0.5 else None
-
-
-def test_forced_choice_fails_and_automatic_choice_falls_back(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    group = TensorParallelGroup.single()
-    monkeypatch.setitem(boundary_module.EXECUTORS, "library", Fussy("library", ordered=False))
-    with pytest.raises(
-        UserError, match=r"boundary='library' cannot run here: it has no norm of eps 0.5; use --boundary auto"
-    ):
-        Boundary(group, "library", norms=(NormSpec(0.5),))
-    assert Boundary(group, "library", norms=(SPEC,)).executor.name == "library"
-    group.device = torch.device("cuda")  # where auto prefers the library
-    with caplog.at_level(logging.INFO, logger="tp_residual"):
-        chosen = Boundary(group, "auto", norms=(NormSpec(0.5),))
-    assert chosen.executor.name == "reference"
-    assert "library cannot run here: it has no norm of eps 0.5" in caplog.text
-    assert Boundary(group, "auto", norms=(SPEC,)).executor.name == "library"
-    with pytest.raises(UserError, match="boundary='fastest' is not one of auto, reference, library"):
-        Boundary(group, "fastest")

@@ -610,3 +610,15 @@ def test_peak_anonymous_memory_is_the_share(tmp_path: Path) -> None:
     for name, result in results.items():
         print(f"{name}: share {result['share'] / mb:.1f} MB, peak above the imports {result['above'] / mb:.1f} MB")
         assert result["share"] * 0.9 <= result["above"] <= result["share"] + 100 * mb, (name, results)
+
+
+def test_a_fingerprint_tells_weights_of_one_shape_apart(tmp_path: Path) -> None:
+    prints = []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        (tmp_path / name).mkdir()
+        save_file({"w": numbered(300, 700, seed=seed), "b": numbered(3)}, tmp_path / name / SINGLE_FILE)
+        prints.append(CheckpointFiles.open(tmp_path / name).fingerprint())
+    assert prints[0] == prints[1] != prints[2]
+    (tmp_path / "d").mkdir()
+    save_file({"v": numbered(300, 700, seed=1), "b": numbered(3)}, tmp_path / "d" / SINGLE_FILE)
+    assert CheckpointFiles.open(tmp_path / "d").fingerprint() != prints[0]  # another name for the same bytes

@@ -44,12 +44,14 @@ class Generation:
 
 @dataclass
 class GenerationTimings:
-    """Wall-clock seconds and token counts of the two steps, on this rank."""
+    """Wall-clock seconds and token counts of the two steps, on this rank; of decode also what boundaries took (see `Counters`)."""
 
     prefill_s: float = 0.0
     prefill_tokens: int = 0
     decode_s: float = 0.0
     decode_tokens: int = 0
+    decode_passes: int = 0
+    decode_boundary_s: float = 0.0
     kv_cache_bytes: int = 0
 
     @property
@@ -115,7 +117,7 @@ def generate(
     finite = FiniteCheck(group) if check_finite else None
     with torch.inference_mode():
         while parts:
-            began = time.perf_counter()
+            began, boundary_s = time.perf_counter(), group.counters.boundary_s
             batch = TokenBatch.of(parts, group.device)
             last_rows = torch.tensor([span.stop - 1 for span in batch.spans], device=group.device)
             taps: tuple[Tap, ...] = (finite,) if finite is not None else ()
@@ -135,7 +137,8 @@ def generate(
                 scored = token_log_probs(raw, chosen, settings.logprobs, model.lm_head.split, group)
                 for row, each in zip(active, scored, strict=True):
                     kept_logprobs[row].append(each)
-            _count(timings, parts, len(chosen), time.perf_counter() - began)
+            boundary_s = group.counters.boundary_s - boundary_s
+            _count(timings, parts, len(chosen), time.perf_counter() - began, boundary_s)
             following = []
             for (row, context, ids), token_id in zip(parts, chosen, strict=True):
                 checksum = (checksum * 1_000_003 + token_id + 1) % _CHECKSUM_MODULUS
@@ -193,10 +196,14 @@ def _forbid_early_stops(
             logits[row, mine] = -torch.inf
 
 
-def _count(timings: GenerationTimings, parts: list[tuple[int, int, list[int]]], rows: int, seconds: float) -> None:
+def _count(
+    timings: GenerationTimings, parts: list[tuple[int, int, list[int]]], rows: int, seconds: float, boundary_s: float
+) -> None:
     if parts[0][1] == 0:
         timings.prefill_s += seconds
         timings.prefill_tokens += sum(len(ids) for _, _, ids in parts)
     else:
         timings.decode_s += seconds
         timings.decode_tokens += rows
+        timings.decode_passes += 1
+        timings.decode_boundary_s += boundary_s

@@ -12,6 +12,7 @@ from tp_residual.model.config import ModelConfig
 from tp_residual.model.decoder import CausalLM
 from tp_residual.parallel.blocks import parameter_blocks
 from tp_residual.parallel.group import TensorParallelGroup
+from tp_residual.residual.table import BoundaryTable
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -24,6 +25,7 @@ def load_model(
     stream_dtype: torch.dtype | None = None,
     sequence_parallel: str = "off",
     boundary: str = "auto",
+    boundary_table: BoundaryTable | None = None,
     round_reduced: bool = False,
     random_seed: int | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -43,6 +45,7 @@ def load_model(
         stream_dtype=stream_dtype,
         sequence_parallel=sequence_parallel,
         boundary=boundary,
+        boundary_table=boundary_table,
         round_reduced=round_reduced,
     )
     if files is None:

@@ -20,6 +20,7 @@ from tp_residual.parallel.vocabulary import VocabParallelEmbedding, VocabParalle
 from tp_residual.residual.boundary import Boundary, Site, Tap
 from tp_residual.residual.norms import RMSNorm
 from tp_residual.residual.stream import Stream
+from tp_residual.residual.table import BoundaryTable
 
 SEQUENCE_PARALLEL_CHOICES = ("off", "on", "auto")
 
@@ -96,7 +97,7 @@ class CausalLM(nn.Module):
 
     sequence_parallel: `on` shards the stream by tokens between boundaries, `auto` does so for large batches only. With gradients it is
     fixed (`auto` freezes the parameters): a norm weight's gradient is partial in one mode and complete in the other.
-    boundary: see `Boundary`. stream_dtype: of the residual, the weights' dtype unless given.
+    boundary, boundary_table: see `Boundary`. stream_dtype: of the residual, the weights' dtype unless given.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class CausalLM(nn.Module):
         stream_dtype: torch.dtype | None = None,
         sequence_parallel: str = "off",
         boundary: str = "auto",
+        boundary_table: BoundaryTable | None = None,
         round_reduced: bool = False,
     ) -> None:
         super().__init__()
@@ -139,6 +141,7 @@ class CausalLM(nn.Module):
                 round_reduced=round_reduced,
                 gradients=sequence_parallel != "auto",
                 norms=(self.model.norm.spec,),
+                table=boundary_table,
             )
             for mode in modes
         }

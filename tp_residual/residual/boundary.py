@@ -6,134 +6,41 @@ torch.library operator, so a compiler changes none of its bits.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from tp_residual.errors import LayoutError, UserError
-from tp_residual.kernels.contract import AddNormSpec, NormSpec, add_norm, norm_backward, widen
-from tp_residual.parallel.collectives import LIBRARY, gathered, invariant_to_column_input, move, summed, summed_shard
+from tp_residual.errors import UserError
+from tp_residual.kernels.contract import NormSpec, column_sum, norm_backward, widen
+from tp_residual.parallel.collectives import LIBRARY, invariant_to_column_input, move
 from tp_residual.parallel.group import TensorParallelGroup
 from tp_residual.parallel.partial import Partial
 from tp_residual.parallel.splits import Split
+from tp_residual.residual.dispatch import BySize, symmetric_limit_bytes
+from tp_residual.residual.plain import PlainExecutor
+from tp_residual.residual.request import BoundaryRequest, Executor, Result
+from tp_residual.residual.shared import SharedExecutor
+from tp_residual.residual.symmetric import SymmetricExecutor
+from tp_residual.residual.table import BoundaryTable
 
 logger = logging.getLogger("tp_residual")
 
-BOUNDARY_CHOICES = ("auto", "reference", "library")
-Result = Literal["gathered", "shard", "raw"]
-
-
-@dataclass(frozen=True)
-class BoundaryRequest:
-    """One boundary, described by values every rank shares.
-
-    has_residual: false for the first one, which only completes the embedding. updates: how many partial sums are owed, 0 or 1.
-    norm: applied to the new residual, or None. result: the normed value gathered (the layout of a column-parallel input), as this
-    rank's token shard, or raw (no normed value). round_reduced: round the sum to the output dtype before the add, as a plain
-    all-reduce does. gradients: backward and double backward are needed.
-    """
-
-    has_residual: bool
-    updates: int
-    norm: NormSpec | None
-    result: Result
-    sequence_parallel: bool
-    stream_dtype: torch.dtype
-    output_dtype: torch.dtype
-    round_reduced: bool = False
-    gradients: bool = True
-
-    def __post_init__(self) -> None:
-        if self.updates not in (0, 1) or not (self.has_residual or self.updates):
-            raise LayoutError(
-                f"a boundary needs a residual or an owed sum: has_residual={self.has_residual}, updates={self.updates}"
-            )
-        if (self.norm is None) != (self.result == "raw"):
-            raise LayoutError(f"result={self.result!r} with norm={self.norm}: raw means no norm, the others need one")
-        if self.result == "shard" and not self.sequence_parallel:
-            raise LayoutError(
-                "result='shard' needs a token-sharded stream (sequence_parallel=True); this one is replicated"
-            )
-
-
-class Executor(Protocol):
-    """One way to run every request it supports. ordered: its sums are in rank order, so it is bitwise the contract."""
-
-    name: str
-    ordered: bool
-
-    def supports(self, request: BoundaryRequest, group: TensorParallelGroup) -> str | None:
-        """None, or the reason why not. Asked when the model is built, never on the way."""
-        ...
-
-    def run(
-        self,
-        request: BoundaryRequest,
-        group: TensorParallelGroup,
-        tag: str,
-        tokens: Split,
-        residual: Tensor | None,
-        partial: Tensor | None,
-        bias: Tensor | None,
-        weight: Tensor | None,
-        norm_bias: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """`(new residual in its layout, normed value in the result's layout)`; the second is empty for a raw result."""
-        ...
-
-
-class PlainExecutor:
-    """The group's collectives and the contract in plain torch.
-
-    `reference` sums in rank order: the meaning of the boundary, bit for bit. `library` leaves the order to the library's own
-    all-reduce or reduce-scatter: a second numeric class, outside the bitwise claims.
-    """
-
-    def __init__(self, name: str, *, ordered: bool) -> None:
-        self.name, self.ordered = name, ordered
-
-    def supports(self, request: BoundaryRequest, group: TensorParallelGroup) -> str | None:
-        return None
-
-    def run(
-        self,
-        request: BoundaryRequest,
-        group: TensorParallelGroup,
-        tag: str,
-        tokens: Split,
-        residual: Tensor | None,
-        partial: Tensor | None,
-        bias: Tensor | None,
-        weight: Tensor | None,
-        norm_bias: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        update = None
-        if partial is not None:
-            if group.size == 1:
-                update = widen(partial)
-            elif request.sequence_parallel:
-                update = summed_shard(group, partial, tag, 0, tokens, self.ordered)
-            else:
-                update = summed(group, partial, tag, self.ordered)
-        round_update = request.output_dtype if request.round_reduced else None
-        spec = AddNormSpec(request.stream_dtype, request.output_dtype, request.norm, round_update=round_update)
-        new_residual, normed = add_norm(spec, residual, update, update_bias=bias, weight=weight, norm_bias=norm_bias)
-        if normed is None:
-            return new_residual, new_residual.new_empty(0, dtype=request.output_dtype)
-        if request.sequence_parallel and request.result == "gathered" and group.size > 1:
-            normed = gathered(group, normed, tag, 0, tokens)
-        return new_residual, normed
-
-
+_REFERENCE = PlainExecutor("reference", ordered=True)
 EXECUTORS: dict[str, Executor] = {
-    "reference": PlainExecutor("reference", ordered=True),
-    "library": PlainExecutor("library", ordered=False),
+    "reference": _REFERENCE,
+    "library": PlainExecutor("library", ordered=False, fused=True),
+    "shared": SharedExecutor(_REFERENCE),
+    "symmetric": SymmetricExecutor(),
+    "local": PlainExecutor("local", ordered=True, fused=True, alone=True),
 }
+BOUNDARY_CHOICES = ("auto", "reference", "library", "shared", "symmetric")
 
 
 @dataclass(frozen=True)
@@ -157,9 +64,10 @@ _handles = count()
 class Boundary:
     """Who completes the sums of one stream, decided once.
 
-    choice: `reference`, `library`, or `auto`: reference on CPU, where the rank-order sum costs what gloo's all-reduce costs and is
-    reproducible; library on CUDA. A forced choice that cannot answer one of `norms` is a UserError, an automatic one falls back with
-    one log line. stream_dtype: of the residual; output_dtype: of the normed values (the weights' dtype).
+    choice: an executor's name, or `auto`: on CPU `shared` where the group has a segment, else `reference`, where the rank-order sum costs
+    what gloo's all-reduce costs and is reproducible; on CUDA `symmetric` up to the size where `library` overtakes it; `table` overrides
+    both. A forced choice that cannot answer one of `norms` is a UserError, an automatic one falls back with one log line. stream_dtype:
+    of the residual; output_dtype: of the normed values (the weights' dtype).
     """
 
     def __init__(
@@ -173,26 +81,29 @@ class Boundary:
         round_reduced: bool = False,
         gradients: bool = True,
         norms: Sequence[NormSpec] = (),
+        table: BoundaryTable | None = None,
     ) -> None:
         self.group, self.sequence_parallel = group, sequence_parallel
         self.stream_dtype, self.output_dtype = stream_dtype, output_dtype
         self.round_reduced, self.gradients = round_reduced, gradients
         self.handle = next(_handles)
-        self.executor = self._choose(choice, norms)
+        self._requests: dict[tuple[bool, int, NormSpec | None, Result], BoundaryRequest] = {}
+        self.executor = self._choose(choice, norms, table)
         _boundaries[self.handle] = self
 
     def request(self, has_residual: bool, updates: int, norm_spec: NormSpec | None, result: Result) -> BoundaryRequest:
-        return BoundaryRequest(
-            has_residual,
-            updates,
-            norm_spec,
-            result,
-            self.sequence_parallel,
-            self.stream_dtype,
-            self.output_dtype,
-            self.round_reduced,
-            self.gradients,
-        )
+        """The same object for the same question: executors keep what they have prepared for it."""
+        key = has_residual, updates, norm_spec, result
+        if key not in self._requests:
+            self._requests[key] = BoundaryRequest(
+                *key,
+                self.sequence_parallel,
+                self.stream_dtype,
+                self.output_dtype,
+                self.round_reduced,
+                self.gradients,
+            )
+        return self._requests[key]
 
     def token_split(self, tokens: int) -> Split:
         """Which tokens of the residual each rank holds between boundaries."""
@@ -200,26 +111,60 @@ class Boundary:
             return Split.ceil_chunks(tokens, self.group.size)
         return Split.replicated(tokens, self.group.size)
 
-    def _choose(self, choice: str, norms: Sequence[NormSpec]) -> Executor:
+    def _choose(self, choice: str, norms: Sequence[NormSpec], table: BoundaryTable | None) -> Executor:
         if choice not in BOUNDARY_CHOICES:
             raise UserError(f"boundary={choice!r} is not one of {', '.join(BOUNDARY_CHOICES)}")
-        wanted = ("library" if self.group.device.type == "cuda" else "reference") if choice == "auto" else choice
         requests = [self.request(True, 0, None, "raw")]
         requests += [self.request(first, 1, spec, "gathered") for spec in norms for first in (False, True)]
-        for name in dict.fromkeys((wanted, "reference")):
-            executor = EXECUTORS[name]
+        for executor, why in [(EXECUTORS[choice], "forced")] if choice != "auto" else self._automatic(table):
             reasons = [reason for request in requests if (reason := executor.supports(request, self.group))]
             if not reasons:
-                mode = "sequence parallel" if self.sequence_parallel else "tensor parallel"
-                if self.group.rank == 0 and self.group.size > 1:
-                    logger.info(
-                        "boundary: %s (%s, stream %s)", name, mode, str(self.stream_dtype).removeprefix("torch.")
-                    )
+                self._log("%s (%s, stream %s; %s)", executor.name, self.mode, _short(self.stream_dtype), why)
                 return executor
             if choice != "auto":
                 raise UserError(f"boundary={choice!r} cannot run here: {reasons[0]}; use --boundary auto")
-            logger.info("boundary: %s cannot run here: %s", name, reasons[0])
+            self._log("%s cannot run here: %s", executor.name, reasons[0])
         raise AssertionError("reference supports every request")
+
+    def _automatic(self, table: BoundaryTable | None) -> Iterator[tuple[Executor, str]]:
+        """Candidates, best first, and what speaks for each. From values that all ranks share."""
+        group, cuda = self.group, self.group.device.type == "cuda"
+        if group.size == 1:
+            yield EXECUTORS["local"], "alone"
+        if table is not None:
+            ranges = table.ranges(
+                device=group.device.type,
+                transport=group.transport_name,
+                world=group.size,
+                dtype=_short(self.stream_dtype),
+                mode="sp" if self.sequence_parallel else "tp",
+                order="any" if cuda else "contract",
+            )
+            if ranges is not None:
+                if unknown := {name for _, name in ranges} - EXECUTORS.keys():
+                    raise UserError(
+                        f"{table} names {', '.join(sorted(unknown))}, not one of {', '.join(EXECUTORS)}; measure it again"
+                    )
+                yield BySize([(limit, EXECUTORS[name]) for limit, name in ranges]), f"measured: {table}"
+        if cuda:
+            limit = symmetric_limit_bytes()
+            yield BySize([(limit, EXECUTORS["symmetric"]), (math.inf, EXECUTORS["library"])]), "by size"
+            yield EXECUTORS["library"], "default"
+        elif group.transport_name == "shared":
+            yield EXECUTORS["shared"], "ranks of one host"
+        yield EXECUTORS["reference"], "default"
+
+    @property
+    def mode(self) -> str:
+        return "sequence parallel" if self.sequence_parallel else "tensor parallel"
+
+    def _log(self, message: str, *values: object) -> None:
+        if self.group.rank == 0 and self.group.size > 1:
+            logger.info("boundary: " + message, *values)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 # -- the operator
@@ -244,9 +189,11 @@ def _boundary(
     owner = _boundaries[boundary]
     spec = None if weight is None else NormSpec(eps, kind, weight_offset, weight_after_cast)
     request = owner.request(residual is not None, int(partial is not None), spec, result)
+    began = time.perf_counter()
     new_residual, normed = owner.executor.run(
         request, owner.group, tag, owner.token_split(tokens), residual, partial, bias, weight, norm_bias
     )
+    owner.group.counters.boundary_s += time.perf_counter() - began
     return (new_residual.clone() if new_residual is residual else new_residual), normed
 
 
@@ -310,7 +257,7 @@ def _backward(ctx: Any, d_residual: Tensor, d_normed: Tensor) -> tuple[Tensor | 
             d_partial = move("shard_to_column_input", d_partial, group, tag, 0, sizes, ordered)
         else:
             d_partial = invariant_to_column_input(d_partial, group, tag=tag, ordered=ordered)
-        d_bias = None if bias is None else gradient.sum(0).to(bias.dtype)
+        d_bias = None if bias is None else column_sum(gradient).to(bias.dtype)
     d_old_residual = None if ctx.residual_dtype is None else gradient.to(ctx.residual_dtype)
     return (d_old_residual, d_partial, d_bias, d_weight, d_norm_bias, *(None,) * 9)
 

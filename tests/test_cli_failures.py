@@ -1,5 +1,6 @@
 """What goes wrong around the command line: lost output, killed launchers and ranks, misspelt options. One line each, nobody left."""
 
+import json
 import os
 import re
 import signal
@@ -14,7 +15,7 @@ from test_generate import cli_model
 
 from tp_residual.cli import main
 from tp_residual.cli.arguments import parse
-from tp_residual.cli.launch import check_timeout, threads_per_rank
+from tp_residual.cli.launch import parse_timeouts, threads_per_rank
 from tp_residual.errors import RequestError
 from tp_residual.model.attention_backend import HeadGroups, attend_sequence
 from tp_residual.parallel.splits import HeadSplit
@@ -121,9 +122,127 @@ def test_a_killed_rank_is_named_by_the_others(victim: int) -> None:
     told_by_launcher = (
         rf"rank {other} of 2 ended by SIGTERM \(rank {victim} is gone\): (waiting in|last completed) {where}"
     )
-    told_by_peer = rf"rank {other} of 2 .*waiting in {where}, gave up: .*rank {victim}: (no report, so dead|gone)"
+    told_by_peer = rf"rank {other} of 2 .*waiting in {where}, gave up: .*rank {victim}: (its process has ended|gone)"
     assert re.search(f"{told_by_launcher}|{told_by_peer}", stderr), stderr
     assert gone_within(ranks, 5)
+
+
+@pytest.mark.parametrize(
+    ("phase", "where"),
+    [
+        ("import", "starting, no collective yet"),
+        ("load", "waiting for every rank's 'loaded', after no collective yet|last completed #|no collective yet"),
+        ("prefill", r"#\d+ all_reduce tag='model.layers.1.(input|post_attention)_layernorm' shape=\[3, \d+\]"),
+        ("decode", r"#\d+ all_reduce tag='model.layers.1.(input|post_attention)_layernorm' shape=\[1, \d+\]"),
+    ],
+)
+def test_a_rank_that_dies_in_any_phase_ends_the_others_in_ten_seconds(phase: str, where: str) -> None:
+    script = str(Path(__file__).parent / "scripts" / "dying_rank.py")
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, phase)
+    process = subprocess.Popen(
+        [*torchrun, *request("--max-new-tokens", "30")[3:]], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    stderr = process.communicate(timeout=60)[1]
+    assert process.returncode != 0
+    said = [line for line in stderr.splitlines() if line.startswith("tp_residual: ") and "rank 0" in line]
+    assert re.search(where, said[0]), stderr
+    assert phase == "import" or re.search(
+        r"rank 1 is gone|rank 1: its process has ended|process of rank 1 has ended", said[0]
+    )
+    assert "frame #" not in stderr, "torch's C++ stack beside our message"
+
+
+def own_launcher(*options: str) -> tuple[subprocess.Popen[str], list[int]]:
+    """Two ranks under our own launcher, in a session of its own, once both are there."""
+    process = subprocess.Popen(
+        request("--tp", "2", *options),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    end = time.monotonic() + 20
+    while len(children(process.pid)) < 2 and time.monotonic() < end:
+        time.sleep(0.02)
+    return process, sorted(children(process.pid))
+
+
+@pytest.mark.parametrize("to", ["terminal", "launcher"])
+@pytest.mark.parametrize("after", ["start", "first token"])
+def test_ctrl_c_ends_everything_in_three_seconds(to: str, after: str) -> None:
+    process, ranks = own_launcher("--max-new-tokens", "60")
+    assert process.stdout is not None
+    first = process.stdout.read(1) if after == "first token" else ""
+    began = time.monotonic()
+    if to == "terminal":
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        process.send_signal(signal.SIGINT)
+    err = process.communicate(timeout=30)[1]
+    assert time.monotonic() - began < 3
+    assert process.returncode == 130 and "Traceback" not in err, err
+    assert "frame #" not in err and "KeyboardInterrupt" not in err, err
+    if after == "first token":
+        assert first and err.count("interrupted; what is finished is kept") == 1, err
+    assert len(ranks) == 2 and gone_within(ranks, 1)
+
+
+def test_ctrl_c_keeps_finished_answers_and_resume_completes_them(tmp_path: Path) -> None:
+    prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt_ids": [3 + i, 7]}) + "\n" for i in range(12)))
+    command = [
+        *GENERATE, "--model", str(cli_model()), "--tp", "2", "--prompt-file", str(prompts), "--output", str(answers),
+        "--resume", "--ignore-eos", "--max-new-tokens", "30", "--batch-size", "1",
+    ]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 40
+    while not (answers.exists() and answers.read_text().count("\n") >= 2) and time.monotonic() < end:
+        time.sleep(0.02)
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    err = process.communicate(timeout=30)[1]
+    assert time.monotonic() - began < 3 and process.returncode == 130, err
+    kept = answers.read_text().splitlines()
+    assert 2 <= len(kept) < 12 and "Traceback" not in err, err
+    again = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert again.returncode == 0, again.stderr
+    lines = answers.read_text().splitlines()
+    assert lines[: len(kept)] == kept
+    assert sorted(json.loads(line)["index"] for line in lines) == list(range(12))
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_our_launcher_names_a_killed_rank_and_ends_the_others(victim: int) -> None:
+    process, ranks = own_launcher("--max-new-tokens", "60")
+    assert process.stdout is not None
+    process.stdout.read(1)
+    os.kill(ranks[victim], signal.SIGKILL)  # started in order
+    began = time.monotonic()
+    err = process.communicate(timeout=30)[1]
+    assert process.returncode == 137 and time.monotonic() - began < 10
+    assert f"tp_residual: error: rank {victim} of 2 was ended by SIGKILL" in err
+    assert re.search(rf"rank {1 - victim} of 2.*(waiting in|last completed) #\d+ all_", err), err
+    assert "frame #" not in err and gone_within(ranks, 1)
+
+
+def test_our_launcher_killed_or_terminated_leaves_no_rank() -> None:
+    for signal_, code in ((signal.SIGKILL, -9), (signal.SIGTERM, 128 + 15)):
+        process, ranks = own_launcher("--max-new-tokens", "60")
+        assert process.stdout is not None
+        process.stdout.read(1)
+        process.send_signal(signal_)
+        process.communicate(timeout=30)
+        assert process.returncode == code
+        assert len(ranks) == 2 and gone_within(ranks, 5)
+
+
+def test_no_rank_outlives_a_launcher_whose_output_nobody_reads() -> None:
+    """A rank that cannot say where it was must end all the same."""
+    process, ranks = own_launcher("--max-new-tokens", "60")
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.read(1)
+    process.stderr.close()
+    process.stdout.close()
+    process.kill()
+    process.wait()
+    assert len(ranks) == 2 and gone_within(ranks, 5)
 
 
 # -- arguments
@@ -153,11 +272,30 @@ def test_a_misspelt_command_is_one_line(line: list[str], message: str, capsys: p
     assert left.value.code == 2 and out == "" and err.count("\n") == 1 and message in err
 
 
-@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), 1e300, 1e-9, 0.0, -1.0])
-def test_a_limit_that_no_clock_keeps_is_refused(seconds: float) -> None:
-    with pytest.raises(RequestError, match=r"is not between 0.1 and 1e\+06 seconds"):
-        check_timeout(seconds)
-    check_timeout(300.0)
+@pytest.mark.parametrize("text", ["nan", "inf", "1e300", "1e-9", "0", "-1", "load=0", "step=-1"])
+def test_a_limit_that_no_clock_keeps_is_refused(text: str) -> None:
+    with pytest.raises(RequestError, match=r"is not between 0.1 and 1e\+06 seconds; defaults: start=300"):
+        parse_timeouts([text])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("soon", "is not S or PHASE=S"),
+        ("load=", "is not S or PHASE=S"),
+        ("prefill=3", "phase 'prefill' is not one of start, load, step"),
+        ("=3", "phase '' is not one of"),
+    ],
+)
+def test_a_misspelt_limit_is_refused(text: str, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        parse_timeouts([text])
+
+
+def test_the_last_limit_of_a_phase_counts() -> None:
+    assert parse_timeouts([]).by_phase == {"start": 300, "load": 1800, "step": 300}
+    assert parse_timeouts(["load=9", "7", "step=5", "step=6"]).by_phase == {"start": 7, "load": 7, "step": 6}
+    assert parse_timeouts(["7"]).longest_s == 7 and parse_timeouts(["step=1e5"]).longest_s == 1e5
 
 
 def test_more_threads_than_cores_are_refused() -> None:

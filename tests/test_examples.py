@@ -27,7 +27,7 @@ def test_a_layer_of_ones_own_is_proven_as_readme_shows() -> None:
 def test_the_failures_that_the_docs_show() -> None:
     said = {scene: run("examples/failures.py", scene).splitlines() for scene in ("kill", "skip", "mismatch")}
     assert "waiting in #2 all_reduce tag='layer 1' shape=[4] dtype=float32, gave up:" in said["kill"][0]
-    assert "rank 1: no report, so dead or not waiting" in said["kill"][0]
+    assert "rank 1: its process has ended" in said["kill"][0]
     assert said["kill"][1] == "rank 1: ended with exit code 9"
     for scene, first, second in (
         ("skip", "tag='layer 1' shape=[4]", "tag='layer 2' shape=[4]"),

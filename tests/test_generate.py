@@ -336,7 +336,7 @@ def test_the_command_relaunches_itself_and_prints_json_lines() -> None:
         assert (
             entry["finish_reason"] == "length"
             and entry["settings"]["tp"] == 2
-            and entry["settings"]["boundary"] == "reference"
+            and entry["settings"]["boundary"] == "shared"
         )
         assert entry["timings"]["prefill_tokens"] == sum(map(len, batch)) and entry["timings"]["decode_tokens"] == 15
     for fact in ("query heads 0-4, KV heads 0-1", "query heads 5-8, KV heads 1-2", "2 all_reduce a layer"):
@@ -427,7 +427,7 @@ def test_bad_directories_are_refused_in_one_message() -> None:
 @pytest.mark.parametrize(
     ("ranks", "arguments", "message"),
     [
-        (2, ("--tp", "3"), "--tp 3 differs from the launcher's world size 2; use --tp 2 or leave it out"),
+        (2, ("--tp", "3"), "the launcher's world size 2 is no multiple of --tp 3; use 1, 2"),
         (2, ("--device", "cuda"), "local ranks=2 is more than visible GPUs=0; use --device cpu"),
     ],
 )

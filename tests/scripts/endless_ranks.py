@@ -6,10 +6,11 @@ import time
 
 import torch
 
-from tp_residual.cli.launch import leave, open_group
+from tp_residual.cli.launch import TimeLimits, leave, open_group, prepare_rank
 from tp_residual.errors import CollectiveError
 
-group = open_group("cpu", timeout_s=60)
+prepare_rank()
+group = open_group("cpu", TimeLimits())
 sys.stdout.write(f"{group.rank} {os.getpid()}\n")
 sys.stdout.flush()
 end = time.monotonic() + 90

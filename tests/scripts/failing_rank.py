@@ -5,9 +5,10 @@ import time
 
 import torch
 
-from tp_residual.cli.launch import open_group
+from tp_residual.cli.launch import TimeLimits, open_group, prepare_rank
 
-group = open_group("cpu", timeout_s=60)
+prepare_rank()
+group = open_group("cpu", TimeLimits())
 group.run("all_reduce", "warm up", torch.ones(4), lambda transport, x: transport.all_reduce(x))
 print(f"rank {group.rank} is up", file=sys.stderr, flush=True)
 if group.rank == 2:

@@ -25,8 +25,11 @@ class _Parser(argparse.ArgumentParser):
         return parsed
 
     def _parsers(self, parsed: argparse.Namespace) -> list[argparse.ArgumentParser]:
-        choices = [action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction)]
-        return [self, *(each[parsed.command] for each in choices if each is not None)]
+        """This one and those of the commands that were chosen."""
+        chosen = [
+            a.choices[getattr(parsed, a.dest)] for a in self._actions if isinstance(a, argparse._SubParsersAction)
+        ]
+        return [self, *(inner for parser in chosen for inner in parser._parsers(parsed))]
 
     def error(self, message: str) -> NoReturn:
         rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
@@ -45,6 +48,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     _add_verify(commands)
     _add_compare(commands)
     _add_env(commands)
+    _add_bench(commands)
     return parser.parse_args(argv)
 
 
@@ -98,7 +102,7 @@ def _add_generate(commands: Commands) -> None:
     watching.add_argument(
         "--check-finite", action="store_true", help="name layer and rank where NaN or infinity first appears"
     )
-    _add_layout(command, sequence_parallel="auto")
+    _add_layout(command, sequence_parallel="auto", replicas=True)
     _add_machine(command)
     command.add_argument("--json", action="store_true", help="one JSON object a prompt instead of text")
 
@@ -117,7 +121,7 @@ def _add_score(commands: Commands) -> None:
     _add_files(files, "--file", 'one {"prompt": ..., "completion": ...} a line, or prompt_ids and completion_ids', what)
     command.add_argument("--window", type=int, metavar="N", help="tokens a window (default: positions, at most 2048)")
     command.add_argument("--logprobs", type=int, metavar="K", help="the K likeliest tokens beside each (default 0)")
-    _add_layout(command, sequence_parallel="auto")
+    _add_layout(command, sequence_parallel="auto", replicas=True)
     _add_machine(command)
 
 
@@ -196,14 +200,116 @@ def _add_env(commands: Commands) -> None:
     command.add_argument("--json", action="store_true", help="one JSON object")
 
 
+def _add_bench(commands: Commands) -> None:
+    command = commands.add_parser(
+        "bench",
+        help="time collectives, memory, boundaries and add+norm beside their limits; compare two results",
+        description="Tables on stdout, figures with raw samples in files. Everything is checked before it is timed.",
+        allow_abbrev=False,
+    )
+    questions: Commands = command.add_subparsers(dest="question", required=True, metavar="QUESTION")
+    collectives = questions.add_parser(
+        "collectives",
+        help="every collective of every transport that runs, as nccl-tests shows them",
+        allow_abbrev=False,
+    )
+    sizes = collectives.add_argument_group("what to time")
+    sizes.add_argument("--min-bytes", default="1K", metavar="SIZE", help="of the full buffer (default 1K)")
+    sizes.add_argument("--max-bytes", default="16M", metavar="SIZE", help="(default 16M)")
+    sizes.add_argument("--factor", type=float, default=4.0, metavar="X", help="from one size to the next (default 4)")
+    sizes.add_argument("--dtype", choices=DTYPES, default="float32", help="(default float32)")
+    sizes.add_argument(
+        "--collective", action="append", default=[], metavar="NAME", help="may be repeated (default: all, and p2p)"
+    )
+    sizes.add_argument(
+        "--transport", action="append", default=[], metavar="NAME", help="may be repeated (default: all that run)"
+    )
+    sizes.add_argument("--root", type=int, default=0, metavar="RANK", help="of a broadcast (default 0)")
+    sizes.add_argument("--check", type=int, default=1, metavar="N", help="checked calls of each size (default 1)")
+    bandwidth = questions.add_parser(
+        "bandwidth", help="memory bandwidth by thread count, GEMM peak, cost of a call: the limits", allow_abbrev=False
+    )
+    arrays = bandwidth.add_argument_group("what to time")
+    arrays.add_argument("--bytes", metavar="SIZE", help="of each array (default: four times the last-level cache)")
+    arrays.add_argument(
+        "--gemm-size",
+        type=int,
+        metavar="N",
+        help="M = N = K (default 1024 on CPU, less where it is slow; 8192 on CUDA)",
+    )
+    boundary = questions.add_parser(
+        "boundary", help="sum, residual add and norm: every executor that runs, TP against SP", allow_abbrev=False
+    )
+    shapes = _add_bench_shapes(boundary, "1,16,128,1024,4096", "896,4096")
+    shapes.add_argument(
+        "--boundary", action="append", default=[], metavar="NAME", help="an executor; may be repeated (default: all)"
+    )
+    shapes.add_argument("--operator", action="store_true", help="time the calls through the torch operator as well")
+    add_norm = questions.add_parser(
+        "add-norm", help="the fused kernel against the operations it replaces", allow_abbrev=False
+    )
+    shapes = _add_bench_shapes(add_norm, "1,16,256,4096", "4096,8192")
+    shapes.add_argument("--compile", action="store_true", help="time torch.compile of the operations as well")
+    for question in (collectives, bandwidth, boundary, add_norm):
+        _add_bench_rules(question, tune=question is boundary)
+    comparison = questions.add_parser(
+        "compare", help="two result files: what differs beyond the spread of the samples", allow_abbrev=False
+    )
+    comparison.add_argument("old", metavar="OLD")
+    comparison.add_argument("new", metavar="NEW")
+    comparison.add_argument(
+        "--fail-over", type=float, metavar="PCT", help="exit code 1 when a row is slower by more than PCT percent"
+    )
+
+
+def _add_bench_shapes(command: argparse.ArgumentParser, tokens: str, hidden: str) -> "argparse._ArgumentGroup":
+    shapes = command.add_argument_group("what to time")
+    shapes.add_argument("--tokens", metavar="N,N,...", help=f"(default {tokens})")
+    shapes.add_argument("--hidden", metavar="N,N,...", help=f"(default {hidden})")
+    shapes.add_argument(
+        "--dtype", choices=DTYPES, action="append", default=[], help="may be repeated (default bfloat16)"
+    )
+    return shapes
+
+
+def _add_bench_rules(command: argparse.ArgumentParser, *, tune: bool) -> None:
+    rules = command.add_argument_group("how to time")
+    rules.add_argument("--iters", type=int, default=50, metavar="N", help="samples of each row (default 50)")
+    rules.add_argument("--warmup", type=int, default=5, metavar="N", help="calls before the first (default 5)")
+    rules.add_argument("--cache", choices=("warm", "cold"), default="warm", help="before each sample (default warm)")
+    rules.add_argument(
+        "--max-seconds", type=float, default=10.0, metavar="S", help="of each shape; at least 5 samples (default 10)"
+    )
+    files = command.add_argument_group("files")
+    files.add_argument("--output", metavar="FILE", help="JSON with hardware, versions, command, rows and raw samples")
+    files.add_argument("--csv", metavar="FILE", help="the rows")
+    files.add_argument("--plot", metavar="FILE", help="a picture (PNG; needs the extra `plot`)")
+    if tune:
+        files.add_argument(
+            "--tune", metavar="FILE", help="the fastest executor by byte range, as the dispatcher reads it"
+        )
+    machine = command.add_argument_group("machine")
+    machine.add_argument("--tp", type=int, metavar="N", help="ranks (default: torchrun's world size, or 1)")
+    machine.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default auto)")
+    machine.add_argument("--threads", type=int, metavar="N", help="CPU threads a rank (default: cores / local ranks)")
+    machine.add_argument("--pin", action="store_true", help="each rank on cores of its own")
+    machine.add_argument(
+        "--timeout",
+        action="append",
+        default=[],
+        metavar="[PHASE=]S",
+        help="limit of every wait in seconds, as for generate",
+    )
+
+
 def _add_model(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--model", required=True, metavar="DIR_OR_ID", help="a directory in Hugging Face format, or a hub id"
     )
 
 
-def _add_layout(command: argparse.ArgumentParser, *, sequence_parallel: str) -> None:
-    """sequence_parallel: the command's default."""
+def _add_layout(command: argparse.ArgumentParser, *, sequence_parallel: str, replicas: bool = False) -> None:
+    """sequence_parallel: the command's default. replicas: whether it can divide its work among several."""
     layout = command.add_argument_group("layout and numerics")
     layout.add_argument(
         "--weights", metavar="random:SEED", help="from a seed; only config.json is read (default: the checkpoint)"
@@ -211,6 +317,13 @@ def _add_layout(command: argparse.ArgumentParser, *, sequence_parallel: str) -> 
     layout.add_argument(
         "--tp", type=int, metavar="N", help="tensor-parallel size (default: torchrun's world size, or 1)"
     )
+    if replicas:
+        layout.add_argument(
+            "--replicas",
+            type=int,
+            metavar="N",
+            help="models of --tp ranks each, sharing the lines of a file (default: torchrun's world size / --tp, or 1)",
+        )
     layout.add_argument(
         "--sequence-parallel",
         choices=("off", "on", "auto"),
@@ -219,9 +332,14 @@ def _add_layout(command: argparse.ArgumentParser, *, sequence_parallel: str) -> 
     )
     layout.add_argument(
         "--boundary",
-        choices=("auto", "reference", "library"),
+        choices=("auto", "reference", "library", "shared", "symmetric"),
         default="auto",
-        help="who completes the sums (default auto)",
+        help="who completes the sums (default auto: the fastest that runs here)",
+    )
+    layout.add_argument(
+        "--boundary-table",
+        metavar="FILE",
+        help="of `bench boundary --tune`: what auto takes, as measured on this machine",
     )
     layout.add_argument("--dtype", choices=DTYPES, help="of the weights (default: the checkpoint's)")
     layout.add_argument("--stream-dtype", choices=DTYPES, help="of the residual stream (default: the weights')")
@@ -242,7 +360,11 @@ def _add_machine(command: argparse.ArgumentParser) -> None:
         "--threads", type=int, metavar="N", help="CPU threads a rank (default: usable cores / local ranks)"
     )
     machine.add_argument(
-        "--timeout", type=float, default=300.0, metavar="S", help="limit of every wait in seconds (default 300)"
+        "--timeout",
+        action="append",
+        default=[],
+        metavar="[PHASE=]S",
+        help="limit of every wait in seconds, or of those of one phase; may be repeated (default start=300 load=1800 step=300)",
     )
     machine.add_argument(
         "--check-collectives",

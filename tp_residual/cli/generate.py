@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tp_residual.cli.launch import under_launcher
-from tp_residual.cli.session import become_ranks, check_session, open_session
+from tp_residual.cli.session import become_ranks, check_shared_session, open_session
 from tp_residual.errors import RequestError
 from tp_residual.inference.batch_file import (
     PROMPT_KINDS,
@@ -47,6 +47,7 @@ class Job:
     prompts: list[list[int]]
     settings: GenerationSettings
     tp_size: int
+    replicas: int
     run: str
 
 
@@ -54,14 +55,14 @@ def main(arguments: argparse.Namespace, argv: list[str]) -> None:
     job = prepare(arguments)
     # torchrun looks for abbreviations of its own options among its command's, too, and finds several that begin with --n
     argv = [f"--samples{word[3:]}" if word == "--n" or word.startswith("--n=") else word for word in argv]
-    become_ranks(argv, job.tp_size)
+    become_ranks(argv, job.tp_size * job.replicas)
     run(job, arguments)
 
 
 def prepare(arguments: argparse.Namespace) -> Job:
     """Everything that can be refused, refused: from files and arguments, which all ranks share."""
-    config, tp_size = check_session(arguments)
-    _check_combination(arguments)
+    config, tp_size, replicas = check_shared_session(arguments)
+    _check_combination(arguments, tp_size, replicas)
     settings = GenerationSettings(
         max_new_tokens=arguments.max_new_tokens,
         min_new_tokens=arguments.min_new_tokens,
@@ -113,7 +114,7 @@ def prepare(arguments: argparse.Namespace) -> Job:
         )  # fmt: skip
         if arguments.output is not None and not under_launcher():  # early; under a launcher rank 0 looks, for all
             answered(arguments.output, name, resume=arguments.resume)
-    return Job(config, tokenizer() if needs_tokenizer else None, prompts, settings, tp_size, name)
+    return Job(config, tokenizer() if needs_tokenizer else None, prompts, settings, tp_size, replicas, name)
 
 
 def model_identity(arguments: argparse.Namespace) -> list[object]:
@@ -124,8 +125,13 @@ def model_identity(arguments: argparse.Namespace) -> list[object]:
     return [*small, getattr(arguments, "weights", None), weights]
 
 
-def _check_combination(arguments: argparse.Namespace) -> None:
+def _check_combination(arguments: argparse.Namespace, tp_size: int, replicas: int) -> None:
     """Options that would mean nothing beside each other."""
+    if replicas > 1 and arguments.prompt_file is None:
+        raise RequestError(
+            f"{replicas} replicas share a file of prompts, and --prompt is one batch; "
+            f"put the prompts into a --prompt-file, or use --tp {tp_size * replicas}"
+        )
     told = arguments.json or arguments.prompt_file is not None
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(arguments, name) is not None and not told:
@@ -158,9 +164,9 @@ def run(job: Job, arguments: argparse.Namespace) -> None:
     from tp_residual.cli.report import print_table
     from tp_residual.inference.generate import GenerationTimings
 
-    session = open_session(arguments, job.config)
-    group, model, loaded = session.group, session.model, session.loaded
-    if group.rank == 0:
+    session = open_session(arguments, job.config, replicas=job.replicas, run=job.run)
+    world, group, model, loaded = session.world, session.group, session.model, session.loaded
+    if world.rank == 0:
         resolved = resolved_settings(job, arguments, model, sum(map(len, job.prompts)))
         shown = {key: value for key, value in resolved.items() if key != "model"}
         print("settings: " + " ".join(f"{key}={value}" for key, value in shown.items()), file=sys.stderr)
@@ -169,12 +175,26 @@ def run(job: Job, arguments: argparse.Namespace) -> None:
         _answer_file(job, arguments, session, timings)
     else:
         _answer_prompts(job, arguments, session, timings)
-    shared = [json.loads(text) for text in group.share("bytes", json.dumps([loaded.bytes_read, loaded.bytes_held]))]
-    if group.rank == 0:
+    ours = [loaded.bytes_read, loaded.bytes_held, timings.prefill_tokens, timings.decode_tokens]
+    shared = [json.loads(text) for text in world.share("bytes and tokens", json.dumps(ours))]
+    if world.rank == 0:
         sys.stdout.flush()
         if timings.prefill_tokens:
-            print_table(arguments.model, model, group, timings, shared)
+            print_table(arguments.model, model, group, timings, [each[:2] for each in shared[: group.size]])
+        if job.replicas > 1:
+            print_replicas([each[2:] for each in shared[:: group.size]], group.size)
     session.close()
+
+
+def print_replicas(tokens: list[list[int]], tp_size: int) -> None:
+    """tokens: (prefill, decode) by replica. The table above is about the first."""
+    for replica, (prefill, decode) in enumerate(tokens):
+        ranks = name_ranks(replica * tp_size, tp_size)
+        print(f"replica {replica} ({ranks}): {prefill} tokens of prefill, {decode} of decode", file=sys.stderr)
+
+
+def name_ranks(first: int, count: int) -> str:
+    return f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1}"
 
 
 def _answer_prompts(job: Job, arguments: argparse.Namespace, session: Session, timings: GenerationTimings) -> None:
@@ -209,46 +229,57 @@ def _answer_prompts(job: Job, arguments: argparse.Namespace, session: Session, t
 def _answer_file(job: Job, arguments: argparse.Namespace, session: Session, timings: GenerationTimings) -> None:
     """Batches of the prompts that have not all their answers yet; each answer is written when it is there."""
     from tp_residual.inference.generate import generate
+    from tp_residual.inference.replicas import SharedWork
 
-    group, samples = session.group, job.settings.sampling.n
-    answers, done = open_answers(group, arguments, job.run)
+    world, group, samples = session.world, session.group, job.settings.sampling.n
+    answers, done = open_answers(world, arguments, job.run)
+
+    def write(answer: tuple[int, int, dict[str, Any]]) -> None:
+        assert answers is not None
+        answers.write(*answer)
+        progress.advance()
 
     def finished(result: Generation) -> None:
-        if answers is not None and (result.index, result.sample) not in done:
-            answers.write(result.index, result.sample, _answer(result))
-            progress.advance()
+        if group.rank == 0 and (result.index, result.sample) not in done:
+            work.deliver((result.index, result.sample, _answer(result)))
 
     left = [i for i in range(len(job.prompts)) if any((i, sample) not in done for sample in range(samples))]
-    size = arguments.batch_size or BATCH_SIZE
-    with AnswerProgress(group.rank == 0, len(done), len(job.prompts) * samples) as progress:
-        for start in range(0, len(left), size):
-            indices = left[start : start + size]
+    with (
+        AnswerProgress(world.rank == 0, len(done), len(job.prompts) * samples) as progress,
+        SharedWork(world, group, write) as work,
+    ):
+        for indices in work.batches(left, arguments.batch_size or BATCH_SIZE):
             ours = json.dumps([job.prompts[i] for i in indices]) if group.rank == 0 else ""
-            prompts: list[list[int]] = json.loads(group.share(f"prompts from {start}", ours)[0])
+            prompts: list[list[int]] = json.loads(group.share(f"prompts from {indices[0]}", ours)[0])
             generate(
                 session.model, prompts, group, job.settings,
-                tokenizer=job.tokenizer, indices=indices, on_finish=finished, check_finite=arguments.check_finite,
-                timings=timings,
+                tokenizer=job.tokenizer, indices=indices, on_token=lambda *_: work.check(), on_finish=finished,
+                check_finite=arguments.check_finite, timings=timings,
             )  # fmt: skip
-    if answers is not None:
-        answers.close()
+    close_answers(answers)
 
 
 def open_answers(
-    group: TensorParallelGroup, arguments: argparse.Namespace, run: str
+    world: TensorParallelGroup, arguments: argparse.Namespace, run: str
 ) -> tuple[AnswerFile | None, set[tuple[int, int]]]:
     """Rank 0's file, and what it holds already, on every rank. Whatever is wrong with it is raised on every rank."""
     answers, said = None, ""
-    if group.rank == 0:
+    if world.rank == 0:
         try:
             answers = AnswerFile(arguments.output, run, resume=arguments.resume)
             said = json.dumps({"done": sorted(answers.done)})
         except RequestError as error:
             said = json.dumps({"error": str(error)})
-    told = json.loads(group.share("answers", said)[0])
+    told = json.loads(world.share("answers", said)[0])
     if "error" in told:
         raise RequestError(told["error"])
     return answers, {(index, sample) for index, sample in told["done"]}
+
+
+def close_answers(answers: AnswerFile | None) -> None:
+    """After the last of them."""
+    if answers is not None and (unordered := answers.finish()):
+        print(f"tp_residual: warning: {unordered}", file=sys.stderr)
 
 
 class AnswerProgress:
@@ -317,6 +348,7 @@ def resolved_settings(job: Job, arguments: argparse.Namespace, model: CausalLM, 
     return {
         "model": str(arguments.model),
         "tp": model.group.size,
+        "replicas": job.replicas,
         "device": str(model.group.device),
         "dtype": str(model.dtype).removeprefix("torch."),
         "stream_dtype": str(boundary.stream_dtype).removeprefix("torch."),

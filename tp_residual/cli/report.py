@@ -70,6 +70,10 @@ def print_table(
         "decode",
         f"{timings.decode_tokens} tokens in {timings.decode_s:.2f} s, {timings.decode_tokens_per_s:.1f} tokens/s",
     )
+    if group.size > 1 and timings.decode_s:
+        share, each = timings.decode_boundary_s / timings.decode_s, 2 * config.num_hidden_layers + 1
+        us = timings.decode_boundary_s / timings.decode_passes / each * 1e6
+        table.add_row("boundaries", f"{share:.1%} of decode: {each} a pass, {us:.0f} us each, waits for peers included")
     table.add_row("collectives", _collectives_per_layer(model, group))
     Console(stderr=True).print(table)
 

@@ -9,18 +9,19 @@ import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tp_residual.cli.generate import (
     BATCH_SIZE,
     AnswerProgress,
     check_output,
+    close_answers,
     logprob_entry,
     model_identity,
     open_answers,
 )
 from tp_residual.cli.launch import under_launcher
-from tp_residual.cli.session import become_ranks, check_session, open_session
+from tp_residual.cli.session import become_ranks, check_shared_session, open_session
 from tp_residual.errors import RequestError
 from tp_residual.inference.batch_file import PAIR_KINDS, answered, digest, encode_pair, read_lines, run_name
 from tp_residual.inference.request import check_pairs
@@ -29,6 +30,7 @@ from tp_residual.model.config import ModelConfig
 
 if TYPE_CHECKING:
     from tp_residual.cli.session import Session
+    from tp_residual.inference.logprobs import TokenLogProb
 
 
 @dataclass(frozen=True)
@@ -39,18 +41,19 @@ class Job:
     pairs: list[tuple[list[int], list[int]]]
     count: int
     tp_size: int
+    replicas: int
     run: str
 
 
 def main(arguments: argparse.Namespace, argv: list[str]) -> None:
     job = prepare(arguments)
-    become_ranks(argv, job.tp_size)
+    become_ranks(argv, job.tp_size * job.replicas)
     run(job, arguments)
 
 
 def prepare(arguments: argparse.Namespace) -> Job:
     """Everything that can be refused, refused: from files and arguments, which all ranks share."""
-    config, tp_size = check_session(arguments)
+    config, tp_size, replicas = check_shared_session(arguments)
     check_output(arguments)
     tokenizer = cache(lambda: Tokenizer.from_dir(arguments.model))
     if arguments.perplexity is not None:
@@ -76,7 +79,7 @@ def prepare(arguments: argparse.Namespace) -> Job:
         )  # fmt: skip
         if arguments.output is not None and not under_launcher():
             answered(arguments.output, name, resume=arguments.resume)
-    return Job(config, pairs, count, tp_size, name)
+    return Job(config, pairs, count, tp_size, replicas, name)
 
 
 def _text_ids(path: str, tokenizer: Tokenizer) -> list[int]:
@@ -102,12 +105,13 @@ def windows(ids: list[int], window: int | None, config: ModelConfig) -> list[tup
 
 def run(job: Job, arguments: argparse.Namespace) -> None:
     """One rank's part."""
-    session = open_session(arguments, job.config)
-    if session.group.rank == 0:
+    session = open_session(arguments, job.config, replicas=job.replicas, run=job.run)
+    if session.world.rank == 0:
         model = session.model
         boundary = model.boundary_for(sum(len(context) + len(completion) for context, completion in job.pairs[:1]))
         print(
-            f"settings: tp={session.group.size} device={session.group.device} dtype={str(model.dtype).removeprefix('torch.')} "
+            f"settings: tp={session.group.size} replicas={job.replicas} device={session.group.device} "
+            f"dtype={str(model.dtype).removeprefix('torch.')} "
             f"stream_dtype={str(boundary.stream_dtype).removeprefix('torch.')} "
             f"sequence_parallel={arguments.sequence_parallel} boundary={boundary.executor.name}",
             file=sys.stderr,
@@ -121,15 +125,26 @@ def run(job: Job, arguments: argparse.Namespace) -> None:
 
 def _perplexity(job: Job, arguments: argparse.Namespace, session: Session) -> None:
     from tp_residual.inference.logprobs import score
+    from tp_residual.inference.replicas import SharedWork
 
-    total, size = 0.0, arguments.batch_size or 1
-    scored = sum(len(completion) for _, completion in job.pairs)
-    with AnswerProgress(session.group.rank == 0, 0, len(job.pairs)) as progress:
-        for start in range(0, len(job.pairs), size):
-            for tokens in score(session.model, job.pairs[start : start + size], session.group):
-                total += math.fsum(token.log_prob for token in tokens)
-                progress.advance()
-    if session.group.rank == 0:
+    sums: dict[int, float] = {}
+
+    def keep(window: tuple[int, float]) -> None:
+        index, sums[index] = window
+        progress.advance()
+
+    with (
+        AnswerProgress(session.world.rank == 0, 0, len(job.pairs)) as progress,
+        SharedWork(session.world, session.group, keep) as work,
+    ):
+        for indices in work.batches(range(len(job.pairs)), arguments.batch_size or 1):
+            results = score(session.model, [job.pairs[i] for i in indices], session.group)
+            if session.group.rank == 0:
+                for index, tokens in zip(indices, results, strict=True):
+                    work.deliver((index, math.fsum(token.log_prob for token in tokens)))
+    if session.world.rank == 0:
+        scored = sum(len(completion) for _, completion in job.pairs)
+        total = math.fsum(sums[index] for index in range(len(job.pairs)))
         answer = {
             "file": arguments.perplexity,
             "tokens": scored + 1,
@@ -143,26 +158,31 @@ def _perplexity(job: Job, arguments: argparse.Namespace, session: Session) -> No
 
 def _score_file(job: Job, arguments: argparse.Namespace, session: Session) -> None:
     from tp_residual.inference.logprobs import score
+    from tp_residual.inference.replicas import SharedWork
 
-    group = session.group
-    answers, done = open_answers(group, arguments, job.run)
-    left, size = [i for i in range(len(job.pairs)) if (i, 0) not in done], arguments.batch_size or BATCH_SIZE
-    with AnswerProgress(group.rank == 0, len(done), len(job.pairs)) as progress:
-        for start in range(0, len(left), size):
-            indices = left[start : start + size]
+    world, group = session.world, session.group
+    answers, done = open_answers(world, arguments, job.run)
+
+    def write(answer: tuple[int, int, dict[str, Any]]) -> None:
+        assert answers is not None
+        answers.write(*answer)
+        progress.advance()
+
+    left = [i for i in range(len(job.pairs)) if (i, 0) not in done]
+    with (
+        AnswerProgress(world.rank == 0, len(done), len(job.pairs)) as progress,
+        SharedWork(world, group, write) as work,
+    ):
+        for indices in work.batches(left, arguments.batch_size or BATCH_SIZE):
             results = score(session.model, [job.pairs[i] for i in indices], group, count=job.count)
-            for index, tokens in zip(indices, results, strict=True):
-                if answers is None:
-                    continue
-                entries = [logprob_entry(token) for token in tokens]
-                if not job.count:
-                    entries = [{name: entry[name] for name in ("token_id", "logprob")} for entry in entries]
-                answer = {
-                    "context_tokens": len(job.pairs[index][0]),
-                    "tokens": entries,
-                    "sum": math.fsum(token.log_prob for token in tokens),
-                }
-                answers.write(index, 0, answer)
-                progress.advance()
-    if answers is not None:
-        answers.close()
+            if group.rank == 0:
+                for index, tokens in zip(indices, results, strict=True):
+                    work.deliver((index, 0, _answer(job.pairs[index][0], tokens, job.count)))
+    close_answers(answers)
+
+
+def _answer(context: list[int], tokens: list[TokenLogProb], count: int) -> dict[str, Any]:
+    entries = [logprob_entry(token) for token in tokens]
+    if not count:
+        entries = [{name: entry[name] for name in ("token_id", "logprob")} for entry in entries]
+    return {"context_tokens": len(context), "tokens": entries, "sum": math.fsum(token.log_prob for token in tokens)}

@@ -157,7 +157,10 @@ def answered(path: str | PathLike[str], run: str, *, resume: bool) -> tuple[set[
 
 
 class AnswerFile:
-    """Appends answers, each a whole line that is on the disk when `write` returns. path None: stdout. One writer at a time."""
+    """Appends answers, each a whole line that is on the disk when `write` returns. path None: stdout. One writer at a time.
+
+    Lines come in the order in which answers are finished; `finish` puts those of a file into the order of the prompts.
+    """
 
     def __init__(self, path: str | PathLike[str] | None, run: str, *, resume: bool = False) -> None:
         self.path, self.run = path, run
@@ -170,6 +173,8 @@ class AnswerFile:
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(self._file), os.stat(path)):
+                raise BlockingIOError  # another run has just put its lines in order, and this is what the file was before
         except BlockingIOError:
             raise RequestError(
                 f"--output {path} is being written by another run; wait for it, or name another file"
@@ -205,7 +210,44 @@ class AnswerFile:
             ) from None
         self._end += len(line)
 
+    def finish(self) -> str | None:
+        """After the last answer: a file's lines are put in the order of (index, sample), all at once, and it is closed.
+
+        Returns why they stay as they are, where there is no room for a second file beside this one; None otherwise.
+        """
+        try:
+            if self.path is not None:
+                self._put_in_order(os.path.realpath(self.path))
+        except OSError as error:
+            return f"--output {self.path} keeps the order in which answers were finished: {error.strerror or error}"
+        finally:
+            self.close()
+        return None
+
+    def _put_in_order(self, path: str) -> None:
+        lines = Path(path).read_bytes().splitlines(keepends=True)
+        ordered = sorted(lines, key=_place)
+        if lines == ordered:
+            return
+        folder, name = os.path.split(path)
+        beside = os.path.join(folder, f".{name}.in_order")  # a killed run may have left one; the lock is ours
+        try:
+            with open(beside, "wb") as file:
+                os.fchmod(file.fileno(), os.fstat(self._file).st_mode & 0o777)
+                file.writelines(ordered)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, path)
+        except OSError:
+            Path(beside).unlink(missing_ok=True)
+            raise
+
     def close(self) -> None:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+def _place(line: bytes) -> tuple[int, int]:
+    entry = json.loads(line)
+    return entry["index"], entry["sample"]

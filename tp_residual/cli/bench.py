@@ -1,0 +1,243 @@
+"""`bench`: check, become ranks, measure, write the files, print the tables; or compare two files."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from tp_residual.bench.compare import compare
+from tp_residual.bench.request import (
+    BandwidthRequest,
+    CollectivesRequest,
+    Rules,
+    ShapesRequest,
+    at_least,
+    parse_list,
+    parse_size,
+)
+from tp_residual.bench.results import Row, check_plot_target, check_target, load
+from tp_residual.cli.launch import open_group, parse_timeouts, resolve_tp, threads_per_rank
+from tp_residual.cli.session import become_ranks
+from tp_residual.errors import RequestError, UserError, VerificationFailed
+
+if TYPE_CHECKING:
+    from tp_residual.bench.timing import Clock
+
+_DEFAULT_SHAPES = {"boundary": ("1,16,128,1024,4096", "896,4096"), "add-norm": ("1,16,256,4096", "4096,8192")}
+
+
+def main(arguments: argparse.Namespace, argv: list[str]) -> None:
+    if arguments.question == "compare":
+        _compare(arguments)
+        return
+    request, tp_size = prepare(arguments)
+    rules = _rules(arguments)
+    become_ranks(argv, tp_size)
+    _run(arguments, argv, rules, request)
+
+
+def prepare(arguments: argparse.Namespace) -> tuple[Any, int]:
+    """`(request, tp size)`, after everything that can be wrong and needs no torch."""
+    tp_size, replicas = resolve_tp(arguments.tp)
+    if replicas > 1:
+        raise RequestError(
+            f"--tp {tp_size} is not the launcher's world size {tp_size * replicas}; use --tp {tp_size * replicas} or leave it out"
+        )
+    threads = threads_per_rank(arguments.threads)
+    parse_timeouts(arguments.timeout)
+    _rules(arguments)
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", tp_size))
+    usable = len(os.sched_getaffinity(0))
+    if arguments.pin and local_ranks * threads > usable and arguments.threads is not None:
+        raise RequestError(
+            f"--pin: local ranks={local_ranks} times --threads {threads} is more than the {usable} usable cores; use fewer, or no --pin"
+        )
+    if arguments.pin and local_ranks > usable:
+        raise RequestError(f"--pin: local ranks={local_ranks} is more than the {usable} usable cores; leave --pin out")
+    request = _REQUESTS[arguments.question](arguments)
+    if arguments.question == "collectives":
+        at_least("--root", arguments.root, 0)
+        if tp_size < 2:
+            raise RequestError("bench collectives needs at least 2 ranks; add --tp 2, or start it under torchrun")
+        if arguments.root >= tp_size:
+            raise RequestError(f"--root {arguments.root} is not one of the {tp_size} ranks; use 0 to {tp_size - 1}")
+    targets = {"--output": arguments.output, "--csv": arguments.csv, "--tune": getattr(arguments, "tune", None)}
+    for option, path in targets.items():
+        if path is not None:
+            check_target(option, path)
+    if arguments.plot is not None:
+        check_plot_target(arguments.plot)
+    given = [path for path in (*targets.values(), arguments.plot) if path is not None]
+    if len({os.path.realpath(path) for path in given}) < len(given):
+        raise RequestError("two of --output, --csv, --plot and --tune name the same file; give each its own")
+    return request, tp_size
+
+
+def _rules(arguments: argparse.Namespace) -> Rules:
+    return Rules(arguments.iters, arguments.warmup, arguments.cache, arguments.max_seconds)
+
+
+def _collectives_request(arguments: argparse.Namespace) -> CollectivesRequest:
+    given = {"collectives": tuple(arguments.collective)} if arguments.collective else {}
+    return CollectivesRequest(
+        parse_size("--min-bytes", arguments.min_bytes),
+        parse_size("--max-bytes", arguments.max_bytes),
+        arguments.factor,
+        arguments.dtype,
+        transports=tuple(arguments.transport),
+        root=arguments.root,
+        check=arguments.check,
+        **given,
+    )
+
+
+def _bandwidth_request(arguments: argparse.Namespace) -> BandwidthRequest:
+    nbytes = None if arguments.bytes is None else parse_size("--bytes", arguments.bytes)
+    return BandwidthRequest(nbytes, arguments.gemm_size)
+
+
+def _shapes_request(arguments: argparse.Namespace) -> ShapesRequest:
+    tokens, hidden = _DEFAULT_SHAPES[arguments.question]
+    return ShapesRequest(
+        parse_list("--tokens", arguments.tokens or tokens),
+        parse_list("--hidden", arguments.hidden or hidden),
+        tuple(arguments.dtype or ("bfloat16",)),
+        tuple(getattr(arguments, "boundary", ())),
+        operator=getattr(arguments, "operator", False),
+        compiled=getattr(arguments, "compile", False),
+    )
+
+
+_REQUESTS: dict[str, Callable[[argparse.Namespace], Any]] = {
+    "collectives": _collectives_request,
+    "bandwidth": _bandwidth_request,
+    "boundary": _shapes_request,
+    "add-norm": _shapes_request,
+}
+
+
+def _run(arguments: argparse.Namespace, argv: list[str], rules: Rules, request: Any) -> None:
+    """One rank's part."""
+    threads, usable = threads_per_rank(arguments.threads), len(os.sched_getaffinity(0))
+    if arguments.pin:
+        _pin(threads)
+    import torch
+    import torch.distributed as dist
+
+    from tp_residual.bench.machine import commit, hardware, versions
+    from tp_residual.bench.results import Result
+    from tp_residual.bench.tables import print_result
+    from tp_residual.bench.timing import Clock
+
+    torch.set_num_threads(threads)
+    group = open_group(arguments.device, parse_timeouts(arguments.timeout))
+    group.require_agreement("the command", vars(arguments))
+    group.enter_phase("step")
+    logging.getLogger("tp_residual").setLevel(logging.WARNING)  # each executor would announce itself
+    try:
+        with _Progress(arguments.question, group.rank == 0) as progress, torch.no_grad():
+            rows, notes, extra = _measure(arguments.question, Clock(group, rules), request, progress)
+    except (UserError, VerificationFailed):
+        group.share("done", "")  # all ranks raise it: none takes the side channel along while another reads
+        raise
+    group.share("done", "")
+    rank, size, device = group.rank, group.size, group.device.type
+    group.close()  # the others leave now: drawing a first picture can take long
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if rank == 0:
+        settings = {"ranks": size, "threads": threads, "device": device, "pin": arguments.pin, **vars(rules)}
+        command = " ".join(["python -m tp_residual", *argv])
+        result = Result(arguments.question, hardware(usable), versions(), commit(), command, settings, rows, notes)
+        _write(arguments, result, extra)
+        print_result(result)
+        sys.stdout.flush()
+
+
+def _measure(question: str, clock: Clock, request: Any, progress: _Progress) -> tuple[list[Row], list[str], Row]:
+    """`(rows, notes, what the picture needs beside them)`."""
+    if question in ("collectives", "boundary"):
+        from tp_residual.bench.boundary import measure_boundary
+        from tp_residual.bench.collectives import measure_collectives, transports
+
+        measure = measure_collectives if question == "collectives" else measure_boundary
+        with transports(clock.group) as available:
+            return *measure(clock, request, available, progress), {}
+    if question == "bandwidth":
+        from tp_residual.bench.bandwidth import measure_bandwidth
+
+        return measure_bandwidth(clock, request, progress), [], {}
+    from tp_residual.bench.add_norm import measure_add_norm
+
+    return measure_add_norm(clock, request, progress)
+
+
+def _write(arguments: argparse.Namespace, result: Any, extra: Row) -> None:
+    if arguments.output is not None:
+        result.write_json(arguments.output)
+    if arguments.csv is not None:
+        result.write_csv(arguments.csv)
+    if getattr(arguments, "tune", None) is not None:
+        from tp_residual.bench.choice import write_dispatch_table
+
+        write_dispatch_table(arguments.tune, result)
+    if arguments.plot is not None:
+        from tp_residual.bench.plots import write_plot
+
+        write_plot(result, arguments.plot, extra)
+
+
+def _compare(arguments: argparse.Namespace) -> None:
+    """Raises VerificationFailed, after everything is printed, for a regression beyond the spread and above --fail-over."""
+    from tp_residual.bench.tables import print_comparisons
+
+    if arguments.fail_over is not None and not arguments.fail_over >= 0:
+        raise RequestError(f"--fail-over {arguments.fail_over:g} must be 0 or more percent")
+    comparisons = compare(load(arguments.old), load(arguments.new))
+    print_comparisons(comparisons)
+    sys.stdout.flush()
+    if arguments.fail_over is not None:
+        slower = [each for each in comparisons if each.regression_percent > arguments.fail_over]
+        if slower:
+            worst = max(slower, key=lambda each: each.regression_percent)
+            raise VerificationFailed(
+                f"{len(slower)} of {len(comparisons)} rows are slower by more than {arguments.fail_over:g} %; most of all {worst.name}: "
+                f"{worst.regression_percent:.1f} %"
+            )
+
+
+def _pin(threads: int) -> None:
+    """This rank's own cores, before any library starts a thread that would inherit the others."""
+    usable = sorted(os.sched_getaffinity(0))
+    first = int(os.environ.get("LOCAL_RANK", "0")) * threads
+    os.sched_setaffinity(0, usable[first : first + threads])
+
+
+class _Progress:
+    """Rank 0's bar of shapes done, where stderr is a terminal."""
+
+    def __init__(self, question: str, shown: bool) -> None:
+        from rich.progress import Progress
+
+        self._bar = Progress(console=Console(stderr=True), transient=True) if shown and sys.stderr.isatty() else None
+        self._question = question
+
+    def __enter__(self) -> _Progress:
+        if self._bar is not None:
+            self._bar.start()
+            self._task = self._bar.add_task(self._question, total=None)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, done: int, total: int, what: str) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, total=total, description=what)

@@ -1,0 +1,111 @@
+"""Result files: what was measured, on what, with which versions and command. Imports no torch, so that two files are compared at once.
+
+`{what, hardware, versions, commit, command, settings, notes, rows}`; a row is flat, its lists are raw samples. docs/benchmarks.md has
+the fields.
+"""
+
+import csv
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from io import StringIO
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from tp_residual.errors import RequestError
+
+Row: TypeAlias = dict[str, Any]
+
+# what a row is a measurement of: rows of two files are the same when these are
+IDENTITY = {
+    "collectives": ("transport", "collective", "place", "pair", "root", "dtype", "bytes", "ranks"),
+    "bandwidth": ("kernel", "device", "dtype", "threads", "ranks", "bytes"),
+    "boundary": ("executor", "transport", "call", "mode", "tokens", "hidden", "dtype", "order", "ranks"),
+    "add-norm": ("form", "order", "tokens", "hidden", "dtype", "ranks"),
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """settings: those under which every row was measured. notes: what did not run, and why."""
+
+    what: str
+    hardware: Mapping[str, Any]
+    versions: Mapping[str, str]
+    commit: str
+    command: str
+    settings: Mapping[str, Any]
+    rows: Sequence[Row]
+    notes: Sequence[str] = field(default_factory=tuple)
+
+    def write_json(self, path: str) -> None:
+        """A row a line, whole or not at all."""
+        fields = asdict(self)
+        rows = fields.pop("rows")
+        head = json.dumps(fields, indent=1, allow_nan=False)[:-2]
+        lines = ",\n  ".join(json.dumps(row, allow_nan=False) for row in rows)
+        replace_file(path, f'{head},\n "rows": [\n  {lines}\n ]\n}}\n')
+
+    def write_csv(self, path: str) -> None:
+        """The rows without their raw samples."""
+        flat = [{key: value for key, value in row.items() if not isinstance(value, list)} for row in self.rows]
+        text = StringIO()
+        writer = csv.DictWriter(text, list(dict.fromkeys(key for row in flat for key in row)), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(flat)
+        replace_file(path, text.getvalue())
+
+
+def load(path: str) -> Result:
+    """Raises RequestError for a file that is missing, or is no result of `bench`."""
+    try:
+        fields = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise RequestError(f"{path} is not JSON ({error}); give a file that `bench ... --output` wrote") from error
+    wanted = [name for name in Result.__dataclass_fields__ if name != "notes"]
+    missing = [name for name in wanted if name not in fields] if isinstance(fields, dict) else wanted
+    if missing:
+        raise RequestError(f"{path} has no {', '.join(missing)}; give a file that `bench ... --output` wrote")
+    if fields["what"] not in IDENTITY:
+        raise RequestError(f"{path} is a result of {fields['what']!r}, not of one of {', '.join(IDENTITY)}")
+    return Result(**{name: fields[name] for name in Result.__dataclass_fields__ if name in fields})
+
+
+def check_target(option: str, path: str) -> None:
+    """Raises RequestError when `path` could not be written at the end of a run."""
+    folder = Path(path).parent
+    if Path(path).is_dir():
+        raise RequestError(f"{option} {path} is a folder; name a file in it")
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise RequestError(f"{option} {path} cannot be written: {error.strerror} ({folder})") from error
+
+
+def check_plot_target(path: str) -> None:
+    """The same for a picture, for which matplotlib must be installed."""
+    if find_spec("matplotlib") is None:
+        raise RequestError("--plot needs matplotlib, which is not installed; install tp_residual with its extra `plot`")
+    check_target("--plot", path)
+
+
+def replace_file(path: str, content: str | bytes) -> None:
+    """Written beside it and renamed: a reader sees the old file or the new one."""
+    data = content.encode() if isinstance(content, str) else content
+    handle, name = tempfile.mkstemp(dir=Path(path).parent, prefix=f".{Path(path).name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(name, 0o666 & ~mask)  # mkstemp's own mode is 0600
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Literal
 
 import torch
-from _gpu_figures import OURS_IN_PLACE
+from _gpu_figures import OURS, OURS_IN_PLACE
 from _gpu_graphs import captured
 from _gpu_operands import Setting
 from _gpu_peers import PEERS, Form, attempt, discover
@@ -49,6 +49,10 @@ class Contender:
     in_place: bool = False
     bitwise: bool = False
     peer: bool = False
+
+    @property
+    def ours(self) -> bool:
+        return self.name in (OURS, OURS_IN_PLACE)
 
 
 def find_peers(record: Recorder, setting: Setting) -> list[str]:
@@ -120,11 +124,11 @@ def _one_shape(
             found = contender.run(residual.clone(), update.clone(), weight)
             wrong = _wrong(found, expected, contender.bitwise)
         except Exception as error:
-            if contender.bitwise:
+            if contender.ours:
                 raise
             record.note(f"{what}: not timed, {type(error).__name__}: {error}")
             continue
-        if contender.bitwise:
+        if contender.ours:
             record.check(f"{what}, before it is timed", [f"{wrong} wrong elements" if wrong else None])
         elif wrong:
             record.note(f"{what}: not timed, {wrong} elements are beyond rounding")
@@ -141,7 +145,7 @@ def _one_shape(
             try:
                 candidates[str(number)] = _repeated(run, repeats, device)
             except RuntimeError as error:
-                if contender.bitwise:
+                if contender.ours:
                     raise
                 record.note(f"{contender.name} of {tokens} x {hidden}: not in a CUDA graph: {error}")
             else:
@@ -191,6 +195,7 @@ def _rate(nbytes: int, samples: Samples) -> float:
 def add_norm_row(contender: Contender, tokens: int, hidden: int, payload: int, repeats: int) -> Row:
     """What is measured, as `bench add-norm` names it."""
     return {
+        "what": "add-norm",
         "form": contender.name,
         "order": contender.order,
         "in_place": contender.in_place,

@@ -9,6 +9,7 @@ finished. Each section is a process of its own with its own time, so that what b
 """
 
 import argparse
+import ctypes
 import importlib
 import os
 import signal
@@ -26,6 +27,7 @@ from _gpu_record import FAIL, PASS, Recorder, Records, describe
 ROOT = Path(__file__).resolve().parents[1]
 TOTAL_S = 345.0
 MARGIN_S = 4.0  # between the moment when a section begins nothing new and the one when it is ended
+PR_SET_PDEATHSIG = 1
 ON_CPU = 4  # times as much time: the interpreter on a busy machine
 
 
@@ -60,6 +62,7 @@ def main(argv: list[str]) -> int:
     if arguments.section is not None:
         run_section(arguments)
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # sections and scratch end as for Ctrl-C
     arguments.output.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(dir=arguments.output, prefix=".gpu_check-") as scratch:
@@ -78,7 +81,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=jobs, help="sections at a time, of those that take no times")
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.jobs < 1:
+        parser.error(f"--jobs {arguments.jobs} must be at least 1")
+    return arguments
 
 
 # -- a section, in its own process
@@ -90,6 +96,8 @@ def run_section(arguments: argparse.Namespace) -> None:
     record = Recorder(arguments.output / "records", arguments.section, arguments.seconds - MARGIN_S)
     from _gpu_operands import Setting  # the parent needs nothing of the package before the end
 
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # ends with its parent, whose process group it has left
+    torch.set_float32_matmul_precision("highest")  # vendors' images turn TF32 on by a variable
     on_cpu = arguments.device == "cpu"
     # threads that wait for each other on a busy machine take a hundred times as long
     torch.set_num_threads(1 if on_cpu else 4)
@@ -106,7 +114,10 @@ class Running:
         command = [sys.executable, str(Path(__file__).resolve()), "--section", name, "--seconds", str(seconds)]
         # a session of its own, so that compilers it started end with it
         self.process = subprocess.Popen(
-            [*command, "--output", str(folder), "--device", device], env=environment(device), start_new_session=True
+            [*command, "--output", str(folder), "--device", device],
+            env=environment(device),
+            start_new_session=True,
+            stdout=sys.stderr.fileno(),  # stdout is the report's
         )
 
     @property

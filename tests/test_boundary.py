@@ -1,6 +1,5 @@
 """The boundary: who completes a sum, in which order, with which rounding, and what its gradient is."""
 
-
 import numpy as np
 import pytest
 import torch

@@ -500,9 +500,12 @@ class Peers:
             PEERS=triton.next_power_of_2(self.space.world),
         )
 
-    @property
-    def options(self) -> dict[str, bool]:
-        options = {"enable_fp_fusion": False}  # a product and a sum with one rounding would not be the contract's
+    def options(self, warps: int) -> dict[str, Any]:
+        options: dict[str, Any] = {
+            "num_warps": warps,
+            "enable_fp_fusion": False,  # a product and a sum with one rounding would not be the contract's
+            "maxnreg": min(255, 65536 // (32 * warps)),  # or the assembler spills to make room for a second program
+        }
         if self.simulated > 1:
             options["launch_cooperative_grid"] = True  # more programs than fit are then an error and not a hang
         return options
@@ -512,9 +515,7 @@ class Peers:
         with (
             torch.cuda.device(device) if device.type == "cuda" else nullcontext()
         ):  # Triton launches on the current device
-            kernel[(piece.blocks, self.simulated)](
-                **self.arguments(piece), **arguments, num_warps=warps, **self.options
-            )
+            kernel[(piece.blocks, self.simulated)](**self.arguments(piece), **arguments, **self.options(warps))
 
     def expired(self) -> str | None:
         """Who waited for whom, once a meeting has expired. Reads host memory: no synchronisation, and late by what is in flight."""

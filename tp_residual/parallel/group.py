@@ -210,34 +210,31 @@ class TensorParallelGroup:
 
         Raises CollectiveError, naming rank, number, tag, shape and dtype, when it expires or a peer is gone.
         """
-        assert self.transport is not None, "a group of one runs no collective"
-        if not self._entered.acquire(blocking=False):
+        transport, record = self.transport, self.record
+        assert transport is not None, "a group of one runs no collective"
+        if not self._entered.acquire(False):
             raise CollectiveError(
-                f"rank {self.rank} of {self.size} entered {kind} tag={tag!r} while another thread is {self.record}; "
+                f"rank {self.rank} of {self.size} entered {kind} tag={tag!r} while another thread is {record}; "
                 "two threads would interleave differently on each rank: give each its own group"
             )
         try:
-            return self._run(self.transport, kind, tag, x.contiguous(), collective)
+            x = x.contiguous()
+            record.enter(kind, tag, x, call_site() if self.checked else "")
+            if self.checked:
+                self._compare_with_peers(str(record.last))
+            try:
+                out = collective(transport, x)
+            except RuntimeError as error:
+                raise CollectiveError(self._explain(error)) from error
+            if self._watchdog is not None and not torch.cuda.is_current_stream_capturing():
+                event = torch.cuda.Event()
+                event.record()
+                self._watchdog.watch(str(record.last), event)
+            record.in_flight = False
+            self.counters.add(tag, kind, x.nbytes)
+            return out
         finally:
             self._entered.release()
-
-    def _run(
-        self, transport: Transport, kind: str, tag: str, x: Tensor, collective: Callable[[Transport, Tensor], Tensor]
-    ) -> Tensor:
-        self.record.enter(kind, tag, x, call_site() if self.checked else "")
-        if self.checked:
-            self._compare_with_peers(str(self.record.last))
-        try:
-            out = collective(transport, x)
-        except RuntimeError as error:
-            raise CollectiveError(self._explain(error)) from error
-        if self._watchdog is not None and not torch.cuda.is_current_stream_capturing():
-            event = torch.cuda.Event()
-            event.record()
-            self._watchdog.watch(str(self.record.last), event)
-        self.record.leave()
-        self.counters.add(tag, kind, x.numel() * x.element_size())
-        return out
 
     # -- the side channel
 

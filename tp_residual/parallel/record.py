@@ -49,7 +49,8 @@ def call_site() -> str:
     frame = sys._getframe(1)
     while frame.f_back is not None:
         module = frame.f_globals.get("__name__", "")
-        if not any(module == name or module.startswith(f"{name}.") for name in _MACHINERY):
+        # what a compiler generated has no module, and other lines on each rank
+        if module and not any(module == name or module.startswith(f"{name}.") for name in _MACHINERY):
             return f"{module}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
@@ -73,9 +74,6 @@ class CollectiveRecord:
         self._call = kind, tag, tensor.shape, tensor.dtype, site
         self.since = time.monotonic()
         self.in_flight = True
-
-    def leave(self) -> None:
-        self.in_flight = False
 
     @property
     def last(self) -> CollectiveCall | None:
@@ -123,21 +121,30 @@ class Counters:
     """
 
     def __init__(self) -> None:
-        self.calls: Counter[tuple[str, str]] = Counter()
-        self.bytes: Counter[tuple[str, str]] = Counter()
+        self._totals: dict[tuple[str, str], list[int]] = {}  # [calls, bytes]: one look-up a collective
         self.boundary_s = 0.0
 
     def add(self, tag: str, kind: str, nbytes: int) -> None:
-        self.calls[tag, kind] += 1
-        self.bytes[tag, kind] += nbytes
+        total = self._totals.get((tag, kind))
+        if total is None:
+            total = self._totals[tag, kind] = [0, 0]
+        total[0] += 1
+        total[1] += nbytes
+
+    @property
+    def calls(self) -> Counter[tuple[str, str]]:
+        return Counter({key: total[0] for key, total in self._totals.items()})
+
+    @property
+    def bytes(self) -> Counter[tuple[str, str]]:
+        return Counter({key: total[1] for key, total in self._totals.items()})
 
     def by_kind(self) -> dict[str, int]:
         totals: Counter[str] = Counter()
-        for (_, kind), calls in self.calls.items():
+        for (_, kind), (calls, _) in self._totals.items():
             totals[kind] += calls
         return dict(totals)
 
     def reset(self) -> None:
-        self.calls.clear()
-        self.bytes.clear()
+        self._totals.clear()
         self.boundary_s = 0.0

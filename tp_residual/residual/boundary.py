@@ -61,6 +61,9 @@ _boundaries: WeakValueDictionary[int, "Boundary"] = WeakValueDictionary()
 _handles = count()
 
 
+_KEPT_SPLITS = 1024  # by token count: decoding asks for the same one at every boundary
+
+
 class Boundary:
     """Who completes the sums of one stream, decided once.
 
@@ -87,6 +90,7 @@ class Boundary:
         self.stream_dtype, self.output_dtype = stream_dtype, output_dtype
         self.round_reduced, self.gradients = round_reduced, gradients
         self.handle = next(_handles)
+        self._splits: dict[int, Split] = {}
         self._requests: dict[tuple[bool, int, NormSpec | None, Result], BoundaryRequest] = {}
         self.executor = self._choose(choice, norms, table)
         _boundaries[self.handle] = self
@@ -107,9 +111,13 @@ class Boundary:
 
     def token_split(self, tokens: int) -> Split:
         """Which tokens of the residual each rank holds between boundaries."""
-        if self.sequence_parallel:
-            return Split.ceil_chunks(tokens, self.group.size)
-        return Split.replicated(tokens, self.group.size)
+        split = self._splits.get(tokens)
+        if split is None:
+            make = Split.ceil_chunks if self.sequence_parallel else Split.replicated
+            if len(self._splits) >= _KEPT_SPLITS:
+                self._splits.clear()
+            split = self._splits[tokens] = make(tokens, self.group.size)
+        return split
 
     def _choose(self, choice: str, norms: Sequence[NormSpec], table: BoundaryTable | None) -> Executor:
         if choice not in BOUNDARY_CHOICES:
@@ -188,13 +196,29 @@ def _boundary(
 ) -> tuple[Tensor, Tensor]:
     owner = _boundaries[boundary]
     spec = None if weight is None else NormSpec(eps, kind, weight_offset, weight_after_cast)
-    request = owner.request(residual is not None, int(partial is not None), spec, result)
-    began = time.perf_counter()
-    new_residual, normed = owner.executor.run(
-        request, owner.group, tag, owner.token_split(tokens), residual, partial, bias, weight, norm_bias
-    )
-    owner.group.counters.boundary_s += time.perf_counter() - began
+    new_residual, normed = _execute(owner, residual, partial, bias, weight, norm_bias, tokens, spec, result, tag)
+    # an operator may not return its input
     return (new_residual.clone() if new_residual is residual else new_residual), normed
+
+
+def _execute(
+    owner: Boundary,
+    residual: Tensor | None,
+    partial: Tensor | None,
+    bias: Tensor | None,
+    weight: Tensor | None,
+    norm_bias: Tensor | None,
+    tokens: int,
+    spec: NormSpec | None,
+    result: Result,
+    tag: str,
+) -> tuple[Tensor, Tensor]:
+    request = owner.request(residual is not None, int(partial is not None), spec, result)
+    split = owner.token_split(tokens)
+    began = time.perf_counter()
+    answer = owner.executor.run(request, owner.group, tag, split, residual, partial, bias, weight, norm_bias)
+    owner.group.counters.boundary_s += time.perf_counter() - began
+    return answer
 
 
 def _boundary_fake(
@@ -282,10 +306,16 @@ def run_boundary(
     result: Result,
     tag: str,
 ) -> tuple[Tensor, Tensor]:
-    """The operator with its objects taken apart. `(new residual, normed)`; normed is empty for a raw result."""
+    """`(new residual, normed)`; normed is empty for a raw result. The operator, where something traces or differentiates.
+
+    Otherwise its body: taking the objects apart for the dispatcher costs several times what a boundary of one token does.
+    """
+    value, bias = (None, None) if partial is None else (partial.value, partial.bias)
+    given_rows = value if value is not None else residual
+    if type(given_rows) is Tensor and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return _execute(boundary, residual, value, bias, weight, norm_bias, tokens, spec, result, tag)
     given = spec or NormSpec(0.0)
     local_tokens = boundary.token_split(tokens).size(boundary.group.rank)
-    value, bias = (None, None) if partial is None else (partial.value, partial.bias)
     new_residual, normed = torch.ops.tp_residual.boundary(
         residual, value, bias, weight, norm_bias, tokens, local_tokens, boundary.handle, result,
         given.kind, given.eps, given.weight_offset, given.weight_after_cast, tag,

@@ -46,6 +46,24 @@ def _separate(residual: Tensor, update: Tensor, weight: Tensor) -> tuple[Tensor,
     return new, (normed * weight).to(new.dtype)
 
 
+def _into(spec: contract.AddNormSpec) -> Form:
+    """Results go where the last ones went, as an engine's do: fresh memory of this size is paid for page by page."""
+    kept: dict[torch.Size, tuple[Tensor, Tensor]] = {}
+
+    def form(residual: Tensor, update: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        if residual.shape not in kept:
+            kept.clear()
+            kept[residual.shape] = (
+                torch.empty_like(residual, dtype=spec.stream_dtype),
+                torch.empty_like(residual, dtype=spec.output_dtype),
+            )
+        stream, normed = kept[residual.shape]
+        add_norm(spec, residual, update, weight=weight, residual_out=stream, normed_out=normed)
+        return stream, normed
+
+    return form
+
+
 def _add_then_norm(residual: Tensor, update: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     new = residual + update
     return new, F.rms_norm(new, new.shape[-1:], weight, NORM.eps)
@@ -66,6 +84,7 @@ def forms(dtype: torch.dtype, *, compiled: bool) -> tuple[list[_Form], list[str]
 
     notes, orders = [], get_args(Order)
     found = [_Form("fused", order, fused(order), lambda _: FEWEST_PASSES) for order in orders]
+    found.append(_Form("fused, into", "contract", _into(spec), lambda _: FEWEST_PASSES))
     found.append(_Form("add, rms_norm", "fast", _add_then_norm, lambda _: 5))
     # add 3; widen 1 + f; square 2f; mean f; times the root 2f; times the weight 2f; narrow f + 1, with f = 4 bytes / element size
     found.append(_Form("separate", "fast", _separate, lambda size: 5 + 9 * 4 / size))

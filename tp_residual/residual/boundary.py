@@ -111,9 +111,11 @@ class Boundary:
 
     def token_split(self, tokens: int) -> Split:
         """Which tokens of the residual each rank holds between boundaries."""
+        make = Split.ceil_chunks if self.sequence_parallel else Split.replicated
+        if torch.compiler.is_compiling():  # a traced dictionary is a guard: each new count would recompile
+            return make(tokens, self.group.size)
         split = self._splits.get(tokens)
         if split is None:
-            make = Split.ceil_chunks if self.sequence_parallel else Split.replicated
             if len(self._splits) >= _KEPT_SPLITS:
                 self._splits.clear()
             split = self._splits[tokens] = make(tokens, self.group.size)

@@ -78,11 +78,13 @@ def test_files_that_are_not_this_runs_are_refused_and_left_alone(tmp_path: Path)
         with pytest.raises(RequestError, match=message):
             AnswerFile(path, "run1", resume=resume)
         assert path.read_text() == content
-    with pytest.raises(RequestError, match="is not a file"):
+    with pytest.raises(RequestError, match="is not a regular file"):
         AnswerFile(tmp_path, "run1")
+    with pytest.raises(RequestError, match="is not a regular file"):
+        answered("/dev/zero", "run1", resume=False)  # of which reading would never end
     with pytest.raises(RequestError, match="cannot be written: No such file"):
         AnswerFile(tmp_path / "nowhere" / "out", "run1")
-    with pytest.raises(RequestError, match="cannot be read"):
+    with pytest.raises(RequestError, match="is not a regular file"):
         answered(tmp_path, "run1", resume=True)
 
 

@@ -122,9 +122,6 @@ def test_a_measured_table_overrides_the_formula_by_bytes(tmp_path: Path, monkeyp
     assert math.isclose(
         float(other.executor.name.split()[3]), symmetric_limit_bytes(), rel_tol=0.01
     )  # not measured here
-    with pytest.raises(UserError, match=r"names quick, not one of reference, library"):
-        ranges = [{"up_to_bytes": None, "executor": "quick"}]
-        Boundary(group, norms=(SPEC,), table=BoundaryTable.from_file(table(tmp_path, ranges=ranges)))
 
 
 @pytest.mark.parametrize(
@@ -133,9 +130,12 @@ def test_a_measured_table_overrides_the_formula_by_bytes(tmp_path: Path, monkeyp
         ("{", "cannot be read as JSON"),
         ("[]", "is not in the format"),
         (json.dumps({"format": "other"}), "is not in the format"),
-        (json.dumps({"format": TABLE_FORMAT, "table": [{}]}), "has a broken entry: KeyError"),
-        (json.dumps({"format": TABLE_FORMAT, "table": [{"ranges": []}]}), "has a broken entry: IndexError"),
-        (json.dumps({"format": TABLE_FORMAT, "table": [{"ranges": [{"up_to_bytes": 3}]}]}), "do not rise to null"),
+        (json.dumps({"format": TABLE_FORMAT}), "has no list `table`"),
+        (json.dumps({"format": TABLE_FORMAT, "table": [3]}), "entry 1: 3 is not an object"),
+        (
+            json.dumps({"format": TABLE_FORMAT, "table": [{"device": "cpu"}]}),
+            "transport, world, dtype, mode, order, ranges is missing",
+        ),
         (None, "cannot be read as JSON"),
     ],
 )
@@ -145,3 +145,27 @@ def test_a_file_that_is_no_table_is_refused(tmp_path: Path, content: str | None,
         path.write_text(content)
     with pytest.raises(RequestError, match=message):
         BoundaryTable.from_file(path)
+
+
+@pytest.mark.parametrize(
+    ("ranges", "message"),
+    [
+        ([], "is not a list of ranges"),
+        ([3], "is not a list of ranges"),
+        ([{"up_to_bytes": None}], "executor=None is not one of reference, library, shared, symmetric"),
+        ([{"up_to_bytes": None, "executor": ["shared"]}], "is not one of reference"),
+        ([{"up_to_bytes": None, "executor": "quick"}], "executor='quick' is not one of"),
+        ([{"executor": "shared"}], "are not positive numbers that rise, then null"),
+        ([{"up_to_bytes": 3, "executor": "shared"}], "are not positive"),
+    ]
+    + [
+        (
+            [{"up_to_bytes": limit, "executor": "shared"}, {"up_to_bytes": None, "executor": "library"}],
+            "are not positive",
+        )
+        for limit in (-5, 0, "5", True, math.nan, math.inf)
+    ],
+)
+def test_an_entry_without_meaning_is_refused(tmp_path: Path, ranges: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        BoundaryTable.from_file(table(tmp_path, ranges=ranges))

@@ -156,6 +156,7 @@ def test_slurm_starts_multi_node_on_each_machine(environment: dict[str, str], tm
         (("multi_node", "2", "node0", "8"), 2, "NODES, HEAD, RANKS and COMMAND are needed"),
         (("multi_node", "two", "node0", "8", "env"), 2, "NODES 'two' is not a number above 0"),
         (("multi_node", "2", "node0", "-1", "env"), 2, "RANKS '-1' is not a number above 0"),
+        (("multi_node", "2", "127.0.0.1:99999", "8", "env"), 2, "port 99999 of HEAD is not between 1 and 65535"),
         (("multi_node", "2", "a:b:1", "8", "env"), 2, "HEAD 'a:b:1' is not a name or IPv4 address"),
         (("multi_node", "2", "node0", "8", "env"), 1, "finds no address of HEAD 'node0', or no way to it"),
     ],

@@ -599,6 +599,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
         (("--backward", "--sequence-parallel", "auto"), "auto"),
         (("--against", "reference", "--dump", "x"), "--against"),
         (("--dump", "/"), "exists already"),
+        (("--dump", "/proc/x"), "/proc is not a folder that can be written to"),
         (("--tp", "10"), "num_attention_heads=9"),
     ],
 )

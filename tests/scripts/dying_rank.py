@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 
 import tp_residual.cli
 from tp_residual.cli.launch import prepare_rank
@@ -11,6 +12,7 @@ from tp_residual.cli.launch import prepare_rank
 def die_as(phase: str) -> None:
     """Put the death where `phase` begins."""
     if phase == "import":
+        time.sleep(3)  # until the other can answer a SIGTERM
         os.kill(os.getpid(), signal.SIGKILL)
     import tp_residual.inference.loading as loading
     from tp_residual.model.decoder import CausalLM

@@ -364,7 +364,8 @@ def _add_machine(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="[PHASE=]S",
-        help="limit of every wait in seconds, or of those of one phase; may be repeated (default start=300 load=1800 step=300)",
+        help="limit of every wait for other ranks, or of those of one phase, in seconds; own work has none; may be repeated "
+        "(default start=300 load=1800 step=300)",
     )
     machine.add_argument(
         "--check-collectives",

@@ -123,6 +123,8 @@ def answered(path: str | PathLike[str], run: str, *, resume: bool) -> tuple[set[
 
     Raises RequestError for a file that is there without `resume`, and for one that holds anything but answers of `run`.
     """
+    if os.path.exists(path) and not os.path.isfile(path):  # a device, of which reading may never end
+        raise RequestError(f"--output {path} is not a regular file; name one")
     try:
         content = Path(path).read_bytes()
     except FileNotFoundError:
@@ -169,7 +171,7 @@ class AnswerFile:
         if path is None:
             return
         if os.path.exists(path) and not os.path.isfile(path):
-            raise RequestError(f"--output {path} is not a file; name one")
+            raise RequestError(f"--output {path} is not a regular file; name one")
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -28,7 +28,7 @@ from tp_residual.residual.plain import PlainExecutor
 from tp_residual.residual.request import BoundaryRequest, Executor, Result
 from tp_residual.residual.shared import SharedExecutor
 from tp_residual.residual.symmetric import SymmetricExecutor
-from tp_residual.residual.table import BoundaryTable
+from tp_residual.residual.table import EXECUTOR_NAMES, BoundaryTable
 
 logger = logging.getLogger("tp_residual")
 
@@ -40,7 +40,7 @@ EXECUTORS: dict[str, Executor] = {
     "symmetric": SymmetricExecutor(),
     "local": PlainExecutor("local", ordered=True, fused=True, alone=True),
 }
-BOUNDARY_CHOICES = ("auto", "reference", "library", "shared", "symmetric")
+BOUNDARY_CHOICES = ("auto", *EXECUTOR_NAMES)
 
 
 @dataclass(frozen=True)
@@ -151,10 +151,6 @@ class Boundary:
                 order="any" if cuda else "contract",
             )
             if ranges is not None:
-                if unknown := {name for _, name in ranges} - EXECUTORS.keys():
-                    raise UserError(
-                        f"{table} names {', '.join(sorted(unknown))}, not one of {', '.join(EXECUTORS)}; measure it again"
-                    )
                 yield BySize([(limit, EXECUTORS[name]) for limit, name in ranges]), f"measured: {table}"
         if cuda:
             limit = symmetric_limit_bytes()

@@ -14,6 +14,8 @@ from typing import Any
 from tp_residual.errors import RequestError
 
 TABLE_FORMAT = "tp_residual boundary table 1"
+EXECUTOR_NAMES = ("reference", "library", "shared", "symmetric")
+_SITUATION = ("device", "transport", "world", "dtype", "mode", "order")
 
 
 class BoundaryTable:
@@ -33,16 +35,13 @@ class BoundaryTable:
             raise RequestError(
                 f"--boundary-table {path} is not in the format {TABLE_FORMAT!r}; write one with `bench boundary --tune`"
             )
-        try:
-            for entry in content["table"]:
-                limits = [piece["up_to_bytes"] for piece in entry["ranges"]]
-                if limits[-1] is not None or sorted(limits[:-1]) != limits[:-1]:
-                    raise ValueError(f"ranges up to {limits} do not rise to null")
-                for name in ("device", "transport", "world", "dtype", "mode", "order"):
-                    entry[name]
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise RequestError(f"--boundary-table {path} has a broken entry: {error!r}; write it again") from None
-        return cls(content["table"], str(path))
+        entries = content.get("table")
+        if not isinstance(entries, list):
+            raise RequestError(f"--boundary-table {path} has no list `table`; write it again")
+        for number, entry in enumerate(entries, 1):
+            if fault := _fault_of(entry):
+                raise RequestError(f"--boundary-table {path}, entry {number}: {fault}; write it again")
+        return cls(entries, str(path))
 
     def ranges(self, **situation: object) -> list[tuple[float, str]] | None:
         """`(bytes, executor's name)` for device, transport, world, dtype, mode (tp, sp) and order (contract, any); None if not measured."""
@@ -60,3 +59,22 @@ class BoundaryTable:
 
     def __str__(self) -> str:
         return self._source
+
+
+def _fault_of(entry: Any) -> str | None:
+    """What is wrong with one entry of a table."""
+    if not isinstance(entry, dict):
+        return f"{entry!r} is not an object"
+    if missing := [name for name in (*_SITUATION, "ranges") if name not in entry]:
+        return f"{', '.join(missing)} is missing"
+    pieces = entry["ranges"]
+    if not isinstance(pieces, list) or not pieces or not all(isinstance(piece, dict) for piece in pieces):
+        return f"ranges={pieces!r} is not a list of ranges"
+    for piece in pieces:
+        if piece.get("executor") not in EXECUTOR_NAMES:
+            return f"executor={piece.get('executor')!r} is not one of {', '.join(EXECUTOR_NAMES)}"
+    *limits, last = [piece.get("up_to_bytes", 0) for piece in pieces]
+    numbers = all(type(limit) in (int, float) and limit > 0 and math.isfinite(limit) for limit in limits)
+    if last is not None or not numbers or sorted(set(limits)) != limits:
+        return f"up_to_bytes={[*limits, last]} are not positive numbers that rise, then null"
+    return None

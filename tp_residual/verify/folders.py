@@ -1,6 +1,7 @@
 """Where a dump may be written. Imports no torch: the command line asks before ranks start."""
 
 import os
+import tempfile
 from os import PathLike
 from pathlib import Path
 
@@ -12,6 +13,12 @@ def check_dump_target(directory: str | PathLike[str]) -> Path:
     target = Path(directory).absolute()
     if target.exists() or target.is_symlink():
         raise RequestError(f"{target} exists already; give the dump a new name, or remove it first")
-    if not target.parent.is_dir() or not os.access(target.parent, os.W_OK | os.X_OK):
-        raise RequestError(f"{target.parent} is not a folder that can be written to; make it first")
+    try:
+        os.rmdir(
+            tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent)
+        )  # permissions do not tell for root, or for /proc
+    except OSError as error:
+        raise RequestError(
+            f"{target.parent} is not a folder that can be written to ({error.strerror}); make it first, or name another"
+        ) from None
     return target

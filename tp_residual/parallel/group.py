@@ -48,7 +48,8 @@ def group_of(handle: int) -> "TensorParallelGroup":
 class TensorParallelGroup:
     """Rank, size and the one way to run a collective among `ranks` (global ranks, in group order).
 
-    timeout_s: seconds after which any wait ends with a CollectiveError; limits: other ones by phase (`enter_phase`). checked: before
+    timeout_s: seconds after which any wait ends with a CollectiveError; limits: other ones by phase (`enter_phase`; `start` is
+    this set-up). checked: before
     each collective, all ranks compare its record through the side channel, so that a rank that skipped one is named at once (slow:
     for finding faults).
 
@@ -87,6 +88,7 @@ class TensorParallelGroup:
             self.rank, self.size = process_group.rank(), process_group.size()
             self.ranks = tuple(dist.get_process_group_ranks(process_group))
         if process_group is not None and self.size > 1:
+            self.enter_phase("start")
             self.transport = self.library = TorchTransport(process_group, self.limits, device=self.device)
             self.store = side_channel = self._open_side_channel()
             if self.device.type == "cuda":
@@ -95,6 +97,7 @@ class TensorParallelGroup:
             self._reporter = WaitReporter(self.rank, self.size, self.record, self.limits, side_channel.clone())  # type: ignore[attr-defined]
             if transport != "torch":
                 self._share_memory(forced=transport == "shared")
+            self.enter_phase("")
         _groups[self.handle] = self
 
     @classmethod

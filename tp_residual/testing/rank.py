@@ -23,6 +23,8 @@ from tp_residual.testing.runner import STACK_SIGNAL
 # They describe the launch that the caller is part of, not this one.
 _LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
+_START_S = 30.0  # a short limit is for what is tested, not for ranks that start on a busy machine
+
 
 def main(
     number: int,
@@ -49,9 +51,14 @@ def main(
     torch.set_num_threads(1)
     try:
         store = FileStore(os.path.join(folder, "store"), world_size)  # a file per call: no port to collide on
-        limit = timedelta(seconds=collective_timeout_s)
+        limit = timedelta(seconds=max(collective_timeout_s, _START_S))  # above the group's own, which each wait brings
         dist.init_process_group("gloo", store=store, rank=number, world_size=world_size, timeout=limit)
-        group = TensorParallelGroup.from_world(timeout_s=collective_timeout_s, checked=checked, transport=transport)
+        group = TensorParallelGroup.from_world(
+            timeout_s=collective_timeout_s,
+            limits={"start": max(collective_timeout_s, _START_S)},
+            checked=checked,
+            transport=transport,
+        )
         function, args, kwargs = pickle.loads(payload)
         with warnings.catch_warnings():
             warnings.simplefilter(warning_filter)

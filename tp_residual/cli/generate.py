@@ -53,8 +53,6 @@ class Job:
 
 def main(arguments: argparse.Namespace, argv: list[str]) -> None:
     job = prepare(arguments)
-    # torchrun looks for abbreviations of its own options among its command's, too, and finds several that begin with --n
-    argv = [f"--samples{word[3:]}" if word == "--n" or word.startswith("--n=") else word for word in argv]
     become_ranks(argv, job.tp_size * job.replicas)
     run(job, arguments)
 

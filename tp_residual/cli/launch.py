@@ -126,7 +126,7 @@ def open_group(
     import torch
     import torch.distributed as dist
 
-    from tp_residual.parallel.group import TensorParallelGroup
+    from tp_residual.parallel.group import TensorParallelGroup, first_line
 
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     gpus = torch.cuda.device_count()
@@ -270,8 +270,3 @@ def prepare_rank() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.environ.get(LAUNCHER_PID, str(os.getppid())) != str(os.getppid()):
             os._exit(128 + signal.SIGTERM)  # it died before the call above
-
-
-def first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -114,7 +114,8 @@ def open_session(arguments: argparse.Namespace, config: ModelConfig, *, replicas
     checked = arguments.check_collectives
     world = open_group(arguments.device, limits, checked=checked, transport=transport if replicas == 1 else "torch")
     world.require_agreement("the command", vars(arguments) | {"config.json": config, "the digest of their files": run})
-    weights = None if arguments.weights else CheckpointFiles.open(arguments.model).fingerprint()
+    compared = world.size > 1 and not arguments.weights
+    weights = CheckpointFiles.open(arguments.model).fingerprint() if compared else None
     table = None if arguments.boundary_table is None else BoundaryTable.from_file(arguments.boundary_table)
     world.require_agreement("the model's files", {"weights": weights, "boundary table": table and table.digest()})
     group = _replica(world, world.size // replicas, limits, transport)

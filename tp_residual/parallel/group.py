@@ -140,7 +140,7 @@ class TensorParallelGroup:
             members = dist.new_group(list(ranks), timeout=longest, use_local_synchronization=True)
         except RuntimeError as error:
             raise CollectiveError(
-                f"could not set up a group of global ranks {list(ranks)}: {_first_line(error)}; each of them must call from_ranks(), "
+                f"could not set up a group of global ranks {list(ranks)}: {first_line(error)}; each of them must call from_ranks(), "
                 "and all of them must have made equally many process groups before"
             ) from error
         return cls(members, device=device, timeout_s=timeout_s, limits=limits, checked=checked, transport=transport)
@@ -303,7 +303,7 @@ class TensorParallelGroup:
 
     def _side_channel_gone(self, doing: str, error: Exception) -> str:
         return (
-            f"rank {self.rank} of {self.size} was {doing}, and the side channel is gone: {_first_line(error)}; rank 0 keeps it, "
+            f"rank {self.rank} of {self.size} was {doing}, and the side channel is gone: {first_line(error)}; rank 0 keeps it, "
             "and says why it left"
         )
 
@@ -322,7 +322,7 @@ class TensorParallelGroup:
             address = self.transport.broadcast(address.to(self.device), 0).cpu()
         except RuntimeError as error:
             raise CollectiveError(
-                f"rank {self.rank} of {self.size} could not set up the group: {_first_line(error)}"
+                f"rank {self.rank} of {self.size} could not set up the group: {first_line(error)}"
             ) from error
         if server is not None:
             return server
@@ -358,7 +358,7 @@ class TensorParallelGroup:
 
     def _explain(self, error: Exception) -> str:
         return (
-            f"rank {self.rank} of {self.size} (global rank {self.ranks[self.rank]}), {self.record}, gave up: {_first_line(error)} "
+            f"rank {self.rank} of {self.size} (global rank {self.ranks[self.rank]}), {self.record}, gave up: {first_line(error)} "
             f"[{self.limits}; {self._peer_reports()}]"
         )
 
@@ -402,7 +402,7 @@ def _own_address() -> str:
         return "127.0.0.1"
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """Without gloo's source position in front and its general advice behind."""
     lines = str(error).strip().splitlines()
     line = lines[0] if lines else type(error).__name__

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from tp_residual.errors import CollectiveError, LayoutError
-from tp_residual.kernels.contract import AddNormSpec
 from tp_residual.kernels.cpu import RowSpec, row_spec
 from tp_residual.parallel.group import TensorParallelGroup
 from tp_residual.parallel.shared import DTYPES, ONE_SHOT, SCATTER, SCATTER_GATHER, TWO_SHOT, Exchange, SharedTransport
@@ -146,8 +145,7 @@ class _Plan:
         assert partial is not None
         self.sequence_parallel = request.sequence_parallel
         self.gathers = request.sequence_parallel and request.result == "gathered"
-        round_update = request.output_dtype if request.round_reduced else None
-        spec = AddNormSpec(request.stream_dtype, request.output_dtype, request.norm, round_update=round_update)
+        spec = request.add_norm_spec()
         bias, weight, norm_bias = (None if x is None else x.contiguous() for x in parameters)
         # a copy of its own, into which each call writes its parameters' addresses
         self.spec = RowSpec.from_buffer_copy(

@@ -249,7 +249,7 @@ def gradient_body(group: TensorParallelGroup, choice: str, sequence_parallel: bo
         )
         update = Partial(torch.tanh(x @ mixing) + enter(second) * share, group, "b", norm_leaf(b))
         residual, _ = run_boundary(boundary, tokens, residual, update, norm_leaf(w2), None, SPEC, "gathered", "n2")
-        stream = Stream(boundary, tokens, residual, None)
+        stream = Stream(boundary, tokens, residual)
         return stream.replicated()
 
     for index, leaf in enumerate(leaves):

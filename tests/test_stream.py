@@ -74,8 +74,8 @@ def checkpoint_body(group: TensorParallelGroup, sequence_parallel: bool) -> None
     for recompute in (False, True):
         modules = blocks_of(group, sequence_parallel=sequence_parallel)
         stream = start(group, sequence_parallel=sequence_parallel, requires_grad=True)
-        assert stream.owed is not None
-        leaf = stream.owed.value
+        assert stream.owed
+        leaf = stream.owed[0].partial.value
         for block in modules:
             stream = checkpoint(block, stream, use_reentrant=False) if recompute else block(stream)
         y, _ = stream.read(modules[0].norm)
@@ -108,14 +108,14 @@ def verbs_body(group: TensorParallelGroup) -> None:
         with expect_collectives(group, **({"reduce_scatter": 1} if sequence_parallel else {"all_reduce": 1})):
             both = both.complete()
         added = partial_to_invariant(first, tag="t") + partial_to_invariant(second, tag="t")
-        before = Stream(stream.boundary, TOKENS, stream.residual, None).replicated()
+        before = Stream(stream.boundary, TOKENS, stream.residual).replicated()
         # 1e-14: the same sums in another order, fp64
         assert relative_error(both.replicated(), before + added) < 1e-14
         # a shard result stays this rank's tokens and gathers nothing
         if sequence_parallel:
             with expect_collectives(group):
                 shard, _ = both.read(modules[0].norm, result="shard")
-            whole, _ = Stream(both.boundary, TOKENS, both.residual, None).read(modules[0].norm)
+            whole, _ = Stream(both.boundary, TOKENS, both.residual).read(modules[0].norm)
             own = both.boundary.token_split(TOKENS).ranges[group.rank]
             assert torch.equal(shard, whole[slice(*own)])
 
@@ -232,7 +232,7 @@ def misuse_body(group: TensorParallelGroup) -> None:
     refused("still owes the update of block0.down", written.replicated)
     refused(
         "residual dtype torch.float32 is not the stream's torch.float64",
-        lambda: Stream(after.boundary, TOKENS, tensor.float(), None),
+        lambda: Stream(after.boundary, TOKENS, tensor.float()),
     )
     refused("takes 12 features on this rank and got 7", lambda: block.up(tensor[:, :7]))
 

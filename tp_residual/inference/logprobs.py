@@ -63,9 +63,9 @@ class FinalStates:
         self._model = model
         self._states: Tensor | None = None
 
-    def __call__(self, site: Site, _partial: Partial | None, _residual: Tensor, normed: Tensor | None) -> None:
-        if site.norm == self._model.model.norm.name:
-            self._states = normed
+    def __call__(self, _site: Site, _partial: Partial | None, _residual: Tensor, read: Tensor | None) -> None:
+        if read is not None:  # the last read is the head's
+            self._states = read
 
     def log_probs(self, rows: Sequence[int], token_ids: Sequence[int], count: int) -> list[TokenLogProb]:
         """Of token_ids, each predicted at the flattened position in `rows`."""

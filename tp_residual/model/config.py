@@ -13,6 +13,7 @@ from typing import Any
 from tp_residual.errors import ConfigError
 from tp_residual.model.families import FAMILIES, Family
 from tp_residual.model.fields import NESTED, Fields, is_integer, is_number, model_dir, named, present, read_json, show
+from tp_residual.residual.config import PRE_NORM, ResidualConfig
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
@@ -92,6 +93,7 @@ class ModelConfig:
     qk_norm: bool = False
     weight_after_cast: bool = True
     sliding_window: tuple[int | None, ...]
+    residual: ResidualConfig = PRE_NORM
     dtype: str | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -137,6 +139,7 @@ class ModelConfig:
         for window in self.sliding_window:
             if window is not None and (not is_integer(window) or window < 1):
                 raise ConfigError(f"sliding_window={show(window)} must be an integer of at least 1, or null for none")
+        self.residual.require_depth(self.num_hidden_layers, self.hidden_size)
         stops = [("eos_token_id", token) for token in self.eos_token_ids]
         for name, value in [("bos_token_id", self.bos_token_id), ("pad_token_id", self.pad_token_id), *stops]:
             if value is not None and (not is_integer(value) or not 0 <= value < self.vocab_size):
@@ -230,6 +233,7 @@ def _build(fields: Fields) -> ModelConfig:
         qk_norm=family.qk_norm,
         weight_after_cast=family.weight_after_cast,
         sliding_window=_windows(fields, family, model_type, num_hidden_layers),
+        residual=_residual(fields),
         dtype=_dtype(fields),
         bos_token_id=fields.integer_or_null("bos_token_id", family.bos_token_id),
         eos_token_ids=fields.token_ids("eos_token_id", family.eos_token_id),
@@ -337,6 +341,13 @@ def _windows(fields: Fields, family: Family, model_type: str, num_hidden_layers:
     if family.windows != "upper" and wanted != windows:
         raise ConfigError(f"layer_types={show(kinds)} contradicts model_type={model_type}, where layers are alike")
     return wanted
+
+
+def _residual(fields: Fields) -> ResidualConfig:
+    """The field `residual` is this project's own: a preset's name, or fields of a ResidualConfig."""
+    values = fields.values.get("residual")
+    fields.used.add("residual")
+    return PRE_NORM if values is None else ResidualConfig.from_dict(values, "residual")
 
 
 def _dtype(fields: Fields) -> str | None:

@@ -1,23 +1,29 @@
 """The decoder: embedding, layers that map stream to stream, final norm, head. It names no collective."""
 
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tp_residual.errors import ConfigError
-from tp_residual.kernels.contract import NormSpec, norm
+from tp_residual.kernels.contract import NormSpec, norm, widen
 from tp_residual.model.attention import Attention
 from tp_residual.model.attention_backend import AttentionBackend, TokenBatch
 from tp_residual.model.config import ModelConfig
 from tp_residual.model.layout import ModelLayout
 from tp_residual.model.mlp import MLP
 from tp_residual.model.rope import RopeTables, rope_tables
+from tp_residual.parallel.blocks import ParameterBlock, replicated_block
 from tp_residual.parallel.collectives import token_shard_to_invariant
 from tp_residual.parallel.group import TensorParallelGroup
+from tp_residual.parallel.partial import Partial
 from tp_residual.parallel.vocabulary import VocabParallelEmbedding, VocabParallelHead
 from tp_residual.residual.boundary import Boundary, Site, Tap
+from tp_residual.residual.config import ConnectionPlan, ResidualConfig, SublayerPlan
+from tp_residual.residual.connection import Connection, Shortcut
+from tp_residual.residual.depth import DepthSampler
 from tp_residual.residual.norms import RMSNorm
 from tp_residual.residual.stream import Stream
 from tp_residual.residual.table import BoundaryTable
@@ -30,7 +36,13 @@ AUTO_SEQUENCE_PARALLEL_BYTES = 8 << 20
 
 
 class DecoderLayer(nn.Module):
-    """One Pre-Norm layer (arXiv 2002.04745)."""
+    """One layer as the residual config plans it: each sublayer reads the stream and writes its update. Names no collective.
+
+    shortcut: the model's, where all connections share one. sampler: decides what training leaves out.
+    """
+
+    self_attn: Attention
+    mlp: MLP
 
     def __init__(
         self,
@@ -40,25 +52,109 @@ class DecoderLayer(nn.Module):
         *,
         sequence_parallel: bool,
         dtype: torch.dtype,
+        shortcut: Shortcut | None = None,
+        sampler: DepthSampler | None = None,
     ) -> None:
         super().__init__()
-        config = layout.config
-        spec = NormSpec(config.rms_norm_eps, weight_after_cast=config.weight_after_cast)
+        config, residual = layout.config, layout.config.residual
+        options: Any = {"sequence_parallel": sequence_parallel, "dtype": dtype}
+        self.layer, self.sublayers, self.sampler = layer, layout.plan[layer], sampler
+        spec = NormSpec(config.rms_norm_eps, residual.norm, weight_after_cast=config.weight_after_cast)
 
-        def layer_norm(name: str) -> RMSNorm:
-            path = f"model.layers.{layer}.{name}"
-            return RMSNorm(config.hidden_size, spec, group, partial_gradient=sequence_parallel, name=path, dtype=dtype)
+        def add_norm(name: str | None, *, of_gathered: bool = False) -> RMSNorm | None:
+            if name is None:
+                return None
+            norm = RMSNorm(
+                config.hidden_size,
+                spec,
+                group,
+                partial_gradient=sequence_parallel or of_gathered,
+                name=f"model.layers.{layer}.{name}",
+                dtype=dtype,
+            )
+            self.add_module(name, norm)
+            return norm
 
-        self.input_layernorm = layer_norm("input_layernorm")
-        self.self_attn = Attention(layout, layer, group, sequence_parallel=sequence_parallel, dtype=dtype)
-        self.post_attention_layernorm = layer_norm("post_attention_layernorm")
-        self.mlp = MLP(layout, layer, group, sequence_parallel=sequence_parallel, dtype=dtype)
+        for sublayer in self.sublayers:
+            for name in sublayer.read_norms:
+                add_norm(name, of_gathered=len(sublayer.read_norms) > 1)
+            for name in sublayer.modules:
+                if name == "self_attn":
+                    self.self_attn = Attention(layout, layer, group, **options)
+                else:
+                    self.add_module(name, MLP(layout, layer, group, name=name, **options))
+            plan = sublayer.connection
+            connection = Connection(
+                residual,
+                plan,
+                config.hidden_size,
+                group,
+                update_norm=add_norm(plan.update_norm),
+                post_norm=add_norm(plan.post_norm),
+                shortcut=shortcut,
+                **options,
+            )
+            connection.survival = sublayer.keep
+            self.add_module(plan.name, connection)
 
     def forward(self, stream: Stream, rope: RopeTables, batch: TokenBatch, backend: AttentionBackend) -> Stream:
-        x, stream = stream.read(self.input_layernorm)
-        stream = stream.write(self.self_attn(x, rope, batch, backend))
-        x, stream = stream.read(self.post_attention_layernorm)
-        return stream.write(self.mlp(x))
+        for index, sublayer in enumerate(self.sublayers):
+            if self.training and sublayer.keep < 1.0:
+                assert self.sampler is not None
+                if not self.sampler.keeps(f"{self.layer}.{index}", sublayer.keep):
+                    continue
+            inputs, stream = self._read(stream, sublayer)
+            updates = [
+                self.self_attn(x, rope, batch, backend) if name == "self_attn" else getattr(self, name)(x)
+                for name, x in zip(sublayer.modules, inputs, strict=True)
+            ]
+            update = updates[0] if len(updates) == 1 else sum(updates[1:], updates[0])
+            stream = stream.write(update, getattr(self, sublayer.connection.name), apart=sublayer.lag > 0)
+        return stream
+
+    def _read(self, stream: Stream, sublayer: SublayerPlan) -> tuple[list[Tensor], Stream]:
+        """What each module of the sublayer reads."""
+        norms = [None if name is None else getattr(self, name) for name in sublayer.read_norms]
+        if len(norms) == 1:
+            x, stream = stream.read(norms[0], lag=sublayer.lag)
+            if sublayer.input_scale != 1.0:
+                x = x * sublayer.input_scale
+            return [x] * len(sublayer.modules), stream
+        # one gather for all norms: each rank computes them on all tokens
+        x, stream = stream.read(None, lag=sublayer.lag)
+        normed = [norm(x) for norm in norms if norm is not None]
+        return [y if sublayer.input_scale == 1.0 else y * sublayer.input_scale for y in normed], stream
+
+
+class DepthMix(nn.Module):
+    """After layer l the residual becomes `sum_j a_lj x_j` over the embedding and all layers so far (DenseFormer, arXiv 2402.02622).
+
+    Weights start as "the newest alone", so that the model starts as if without it. No collective: each rank mixes what it holds.
+    """
+
+    def __init__(
+        self, num_layers: int, group: TensorParallelGroup, *, sequence_parallel: bool, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.group, self.sequence_parallel = group, sequence_parallel
+        for layer in range(num_layers):
+            start = torch.zeros(layer + 2, dtype=dtype, device=group.device)
+            start[-1] = 1.0
+            self.register_parameter(str(layer), nn.Parameter(start))
+
+    def forward(self, layer: int, history: list[Tensor]) -> Tensor:
+        weights = getattr(self, str(layer))
+        wide = widen(history[0])
+        total = wide * weights[0].to(wide.dtype)
+        for index, state in enumerate(history[1:], 1):
+            total = total + widen(state) * weights[index].to(wide.dtype)
+        return total.to(history[0].dtype)
+
+    def declare_blocks(self, prefix: str) -> Iterable[ParameterBlock]:
+        for name, parameter in self.named_parameters(recurse=False):
+            yield replicated_block(
+                f"{prefix}{name}", parameter, self.group.size, partial_gradient=self.sequence_parallel
+            )
 
 
 class Decoder(nn.Module):
@@ -68,18 +164,78 @@ class Decoder(nn.Module):
         self, layout: ModelLayout, group: TensorParallelGroup, *, sequence_parallel: bool, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        config = layout.config
+        config, residual = layout.config, layout.config.residual
+        options: Any = {"sequence_parallel": sequence_parallel, "dtype": dtype}
         self.embed_tokens = VocabParallelEmbedding(
             layout.vocabulary, config.hidden_size, group, name="model.embed_tokens", dtype=dtype
         )
+        self.sampler = DepthSampler(residual)
+        self.residual_shortcut = (
+            Shortcut(residual, config.hidden_size, group, **options) if residual.shortcut_shared else None
+        )
         self.layers = nn.ModuleList(
-            DecoderLayer(layout, layer, group, sequence_parallel=sequence_parallel, dtype=dtype)
+            DecoderLayer(layout, layer, group, shortcut=self.residual_shortcut, sampler=self.sampler, **options)
             for layer in range(config.num_hidden_layers)
         )
-        spec = NormSpec(config.rms_norm_eps, weight_after_cast=config.weight_after_cast)
-        self.norm = RMSNorm(
-            config.hidden_size, spec, group, partial_gradient=sequence_parallel, name="model.norm", dtype=dtype
-        )
+        self.depth_mix = DepthMix(config.num_hidden_layers, group, **options) if residual.depth_mix else None
+        self.norm = None
+        if residual.has_final_norm:
+            spec = NormSpec(config.rms_norm_eps, residual.norm, weight_after_cast=config.weight_after_cast)
+            self.norm = RMSNorm(
+                config.hidden_size, spec, group, partial_gradient=sequence_parallel, name="model.norm", dtype=dtype
+            )
+        scale = ConnectionPlan("embedding", update_scale=residual.embed_scale)
+        self.embedding = Connection(ResidualConfig(), scale, config.hidden_size, group, **options)
+
+    def connections(self) -> Iterator[Connection]:
+        """Every way into the stream, the embedding's first."""
+        yield self.embedding
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            yield from (getattr(layer, sublayer.connection.name) for sublayer in layer.sublayers)
+
+    def forward(
+        self,
+        stream: Stream,
+        rope: RopeTables,
+        batch: TokenBatch,
+        backend: AttentionBackend,
+        watch: "LayerInputs | None" = None,
+    ) -> Stream:
+        """All layers. watch: is told where each begins."""
+        history = []
+        if self.depth_mix is not None:
+            stream = stream.complete()
+            assert stream.residual is not None
+            history.append(stream.residual)
+        for number, layer in enumerate(self.layers):
+            if self.training and self.sampler.drops_layer(number):
+                continue
+            if watch is not None:
+                watch.next_layer()
+            stream = layer(stream, rope, batch, backend)
+            if self.depth_mix is not None:
+                stream = stream.complete()
+                assert stream.residual is not None
+                history.append(stream.residual)
+                stream = stream.replaced(self.depth_mix(number, history))
+        return stream
+
+
+class LayerInputs:
+    """A tap that keeps the residual of each layer's first read: x_0 ... x_(L-1); see CausalLM.forward."""
+
+    def __init__(self) -> None:
+        self.states: list[Tensor] = []
+        self._begins = False
+
+    def next_layer(self) -> None:
+        self._begins = True
+
+    def __call__(self, site: Site, partial: Partial | None, residual: Tensor, normed: Tensor | None) -> None:
+        if self._begins:
+            self.states.append(residual)
+            self._begins = False
 
 
 class CausalLMOutput(NamedTuple):
@@ -130,6 +286,7 @@ class CausalLM(nn.Module):
         )
         if sequence_parallel == "auto":
             self.requires_grad_(False)
+        joins = list(dict.fromkeys(each.join for each in self.model.connections() if each.is_static))
         modes = {"off": (False,), "on": (True,), "auto": (False, True)}[sequence_parallel]
         self.boundaries = {
             mode: Boundary(
@@ -140,7 +297,8 @@ class CausalLM(nn.Module):
                 output_dtype=dtype,
                 round_reduced=round_reduced,
                 gradients=sequence_parallel != "auto",
-                norms=(self.model.norm.spec,),
+                norms=() if self.model.norm is None else (self.model.norm.spec,),
+                joins=joins,
                 table=boundary_table,
             )
             for mode in modes
@@ -152,6 +310,10 @@ class CausalLM(nn.Module):
             return self.boundaries[self.sequence_parallel == "on"]
         nbytes = tokens * self.config.hidden_size * self.dtype.itemsize
         return self.boundaries[self.group.size > 1 and nbytes >= AUTO_SEQUENCE_PARALLEL_BYTES * self.group.size]
+
+    def set_step(self, seed: int, step: int) -> None:
+        """What training drops at random follows from these: set both, the same on all ranks, before each step."""
+        self.model.sampler.set(seed, step)
 
     def auto_threshold_tokens(self) -> int:
         """The token count from which `auto` is sequence-parallel."""
@@ -166,31 +328,32 @@ class CausalLM(nn.Module):
         output_hidden_states: bool = False,
         taps: tuple[Tap, ...] = (),
     ) -> CausalLMOutput:
-        """Prefill, decode and any mixture are this one function of flattened tokens. logit_rows: the tokens that need logits (all)."""
-        states: list[Tensor] = []
-        if output_hidden_states:
-            taps = (*taps, lambda site, _partial, residual, _normed: _keep_layer_input(states, site, residual))
+        """Prefill, decode and any mixture are this one function of flattened tokens. logit_rows: the tokens that need logits (all).
+
+        Hidden states: what each layer's first read made of the stream (a ladder's lacks the newest update), then x_L, then what the head
+        reads.
+        """
+        inputs = LayerInputs() if output_hidden_states else None
+        if inputs is not None:
+            taps = (*taps, inputs)
         boundary = self.boundary_for(batch.token_ids.shape[0])
         lengths = batch.sequence_lengths if self.config.rope_type == "dynamic" else None
         rope = rope_tables(self.config, batch.positions, self.dtype, lengths)
-        stream = Stream.start(self.model.embed_tokens(batch.token_ids), boundary, taps)
-        for layer in self.model.layers:
-            stream = layer(stream, rope, batch, backend)
-        x, stream = stream.read(self.model.norm)
+        stream = Stream.start(self.model.embed_tokens(batch.token_ids), boundary, taps, self.model.embedding)
+        stream = self.model(stream, rope, batch, backend, inputs)
+        final_norm = self.model.norm
+        x, stream = stream.read(final_norm)
         hidden_states = None
-        if output_hidden_states:
-            # normalised again, to the same bits: x is a column input, whose gradient is a partial sum, and a reader's is complete
-            final_norm, residual = self.model.norm, stream.residual
+        if inputs is not None:
+            states, residual = inputs.states, stream.residual
             assert residual is not None
-            states.append(norm(residual, final_norm.weight, final_norm.bias, final_norm.spec, self.dtype))
+            states.append(residual)
+            if final_norm is not None:
+                # normalised again, to the same bits: x is a column input, whose gradient is a partial sum, and a reader's is complete
+                residual = norm(residual, final_norm.weight, final_norm.bias, final_norm.spec, self.dtype)
+            states.append(residual)
             if boundary.sequence_parallel:
                 split = boundary.token_split(stream.tokens)
                 states = [token_shard_to_invariant(state, split, self.group, tag="hidden_states") for state in states]
             hidden_states = tuple(states)
         return CausalLMOutput(self.lm_head(x if logit_rows is None else x.index_select(0, logit_rows)), hidden_states)
-
-
-def _keep_layer_input(states: list[Tensor], site: Site, residual: Tensor) -> None:
-    """x_l is the residual that layer l's first norm reads; x_L the one that the final norm reads."""
-    if not site.norm.endswith("post_attention_layernorm"):
-        states.append(residual)

@@ -4,11 +4,18 @@ The modules take their splits from here, and `audit` prints it without torch, ra
 the built model, so that the two cannot part ways.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from tp_residual.model.config import ModelConfig
 from tp_residual.parallel.splits import HeadSplit, Split
+from tp_residual.residual.config import (
+    ParameterPlan,
+    SublayerPlan,
+    connection_parameters,
+    plan_layers,
+    shortcut_parameters,
+)
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,7 @@ class ModelLayout:
     heads: HeadSplit
     intermediate: Split
     vocabulary: Split
+    plan: tuple[tuple[SublayerPlan, ...], ...]
 
     @classmethod
     def of(cls, config: ModelConfig, tp_size: int) -> "ModelLayout":
@@ -73,6 +81,7 @@ class ModelLayout:
             HeadSplit.of(config.num_attention_heads, config.num_key_value_heads, tp_size),
             Split.even(config.intermediate_size, tp_size),
             Split.even(config.vocab_size, tp_size),
+            plan_layers(config.residual, config.num_hidden_layers),
         )
 
     @property
@@ -87,23 +96,63 @@ class ModelLayout:
         """Every tensor that the checkpoint must have, in module order."""
         config, hidden = self.config, self.config.hidden_size
         yield self._split("model.embed_tokens.weight", (config.vocab_size, hidden), 0, self.vocabulary)
-        for layer in range(config.num_hidden_layers):
-            prefix = f"model.layers.{layer}."
-            yield self._whole(f"{prefix}input_layernorm.weight", hidden, sequence_parallel)
-            attention, rows, kv_rows = f"{prefix}self_attn.", self.query_rows, self.key_value_rows
-            projections = {"q_proj": rows, "k_proj": kv_rows, "v_proj": kv_rows}
-            yield from self._column(attention, "qkv_proj", projections, config.qkv_bias)
-            yield from self._row(f"{attention}o_proj.", rows, config.o_bias, sequence_parallel)
-            if config.qk_norm:
-                yield self._whole(f"{attention}q_norm.weight", config.head_dim, True)
-                yield self._whole(f"{attention}k_norm.weight", config.head_dim, True)
-            yield self._whole(f"{prefix}post_attention_layernorm.weight", hidden, sequence_parallel)
-            gate_up = {"gate_proj": self.intermediate, "up_proj": self.intermediate}
-            yield from self._column(f"{prefix}mlp.", "gate_up_proj", gate_up, config.mlp_bias)
-            yield from self._row(f"{prefix}mlp.down_proj.", self.intermediate, config.mlp_bias, sequence_parallel)
-        yield self._whole("model.norm.weight", hidden, sequence_parallel)
+        residual = config.residual
+        if residual.shortcut_shared:
+            shared = shortcut_parameters(residual, hidden)
+            yield from self._planned("model.residual_shortcut.", shared, sequence_parallel)
+        for layer, sublayers in enumerate(self.plan):
+            for sublayer in sublayers:
+                yield from self._sublayer(f"model.layers.{layer}.", sublayer, sequence_parallel)
+        if residual.depth_mix:
+            for layer in range(config.num_hidden_layers):
+                yield self._whole(f"model.depth_mix.{layer}", layer + 2, sequence_parallel)
+        if residual.has_final_norm:
+            yield from self._norm("model.norm", sequence_parallel)
         if not config.tie_word_embeddings:
             yield self._split("lm_head.weight", (config.vocab_size, hidden), 0, self.vocabulary)
+
+    def _sublayer(self, prefix: str, sublayer: SublayerPlan, sequence_parallel: bool) -> Iterator[TensorLayout]:
+        config, hidden, plan = self.config, self.config.hidden_size, sublayer.connection
+        several = len(sublayer.read_norms) > 1  # these are computed on gathered tokens, each rank for its own columns
+        for name in sublayer.read_norms:
+            if name is not None:
+                yield from self._norm(f"{prefix}{name}", sequence_parallel or several)
+        for module in sublayer.modules:
+            if module == "self_attn":
+                attention, rows, kv_rows = f"{prefix}self_attn.", self.query_rows, self.key_value_rows
+                projections = {"q_proj": rows, "k_proj": kv_rows, "v_proj": kv_rows}
+                yield from self._column(attention, "qkv_proj", projections, config.qkv_bias)
+                yield from self._row(f"{attention}o_proj.", rows, config.o_bias, sequence_parallel)
+                if config.qk_norm:
+                    yield self._whole(f"{attention}q_norm.weight", config.head_dim, True)
+                    yield self._whole(f"{attention}k_norm.weight", config.head_dim, True)
+            else:
+                gate_up = {"gate_proj": self.intermediate, "up_proj": self.intermediate}
+                yield from self._column(f"{prefix}{module}.", "gate_up_proj", gate_up, config.mlp_bias)
+                yield from self._row(
+                    f"{prefix}{module}.down_proj.", self.intermediate, config.mlp_bias, sequence_parallel
+                )
+        for after in (plan.update_norm, plan.post_norm):
+            if after is not None:
+                yield from self._norm(f"{prefix}{after}", sequence_parallel)
+        yield from self._planned(
+            f"{prefix}{plan.name}.", connection_parameters(config.residual, hidden), sequence_parallel
+        )
+
+    def _norm(self, name: str, partial: bool) -> Iterator[TensorLayout]:
+        yield self._whole(f"{name}.weight", self.config.hidden_size, partial)
+        if self.config.residual.norm == "layer":
+            yield self._whole(f"{name}.bias", self.config.hidden_size, partial)
+
+    def _planned(self, prefix: str, plans: Iterable[ParameterPlan], sequence_parallel: bool) -> Iterator[TensorLayout]:
+        """What a connection learns: whole on every rank, but for a projection that is part of a replicated stream's sum."""
+        for plan in plans:
+            name = prefix + plan.name
+            if plan.columns and not sequence_parallel:
+                yield self._split(name, plan.shape, 1, Split.even(plan.shape[1], self.tp_size))
+            else:
+                split = Split.replicated(plan.shape[0], self.tp_size)
+                yield TensorLayout(name, plan.shape, 0, split, name, (0,) * self.tp_size, True, sequence_parallel)
 
     def _column(self, prefix: str, fused: str, projections: dict[str, Split], bias: bool) -> Iterator[TensorLayout]:
         hidden = self.config.hidden_size

@@ -22,7 +22,9 @@ class MLP(nn.Module):
         *,
         sequence_parallel: bool,
         dtype: torch.dtype,
+        name: str = "mlp",
     ) -> None:
+        """name: below the layer; a Macaron layer has two."""
         super().__init__()
         config, features = layout.config, layout.intermediate
         self.gate_up_proj = ColumnParallelLinear(
@@ -34,7 +36,7 @@ class MLP(nn.Module):
             group,
             bias=config.mlp_bias,
             sequence_parallel=sequence_parallel,
-            name=f"model.layers.{layer}.mlp.down_proj",
+            name=f"model.layers.{layer}.{name}.down_proj",
             dtype=dtype,
         )
 

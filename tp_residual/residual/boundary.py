@@ -25,7 +25,7 @@ from tp_residual.parallel.partial import Partial
 from tp_residual.parallel.splits import Split
 from tp_residual.residual.dispatch import BySize, symmetric_limit_bytes
 from tp_residual.residual.plain import PlainExecutor
-from tp_residual.residual.request import BoundaryRequest, Executor, Result
+from tp_residual.residual.request import PLAIN, BoundaryRequest, Executor, Join, Result
 from tp_residual.residual.shared import SharedExecutor
 from tp_residual.residual.symmetric import SymmetricExecutor
 from tp_residual.residual.table import EXECUTOR_NAMES, BoundaryTable
@@ -54,7 +54,7 @@ class Site:
         return f"{self.update or 'nothing owed'} -> {self.norm or 'raw'}"
 
 
-# (site, the owed partial or None, the new residual in its layout, the normed value or None); observers only
+# (site, the owed partial or None, the new residual in its layout, what was read of it or None); observers only
 Tap = Callable[[Site, Partial | None, Tensor, Tensor | None], None]
 
 _boundaries: WeakValueDictionary[int, "Boundary"] = WeakValueDictionary()
@@ -69,8 +69,8 @@ class Boundary:
 
     choice: an executor's name, or `auto`: on CPU `shared` where the group has a segment, else `reference`, where the rank-order sum costs
     what gloo's all-reduce costs and is reproducible; on CUDA `symmetric` up to the size where `library` overtakes it; `table` overrides
-    both. A forced choice that cannot answer one of `norms` is a UserError, an automatic one falls back with one log line. stream_dtype:
-    of the residual; output_dtype: of the normed values (the weights' dtype).
+    both. A forced choice that cannot answer one of `norms`, or one of `joins`, is a UserError, an automatic one falls back with one log
+    line. stream_dtype: of the residual; output_dtype: of the normed values (the weights' dtype).
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class Boundary:
         round_reduced: bool = False,
         gradients: bool = True,
         norms: Sequence[NormSpec] = (),
+        joins: Sequence[Join] = (),
         table: BoundaryTable | None = None,
     ) -> None:
         self.group, self.sequence_parallel = group, sequence_parallel
@@ -91,21 +92,27 @@ class Boundary:
         self.round_reduced, self.gradients = round_reduced, gradients
         self.handle = next(_handles)
         self._splits: dict[int, Split] = {}
-        self._requests: dict[tuple[bool, int, NormSpec | None, Result], BoundaryRequest] = {}
-        self.executor = self._choose(choice, norms, table)
+        self._requests: dict[tuple[bool, int, NormSpec | None, Result, Join], BoundaryRequest] = {}
+        self.executor = self._choose(choice, norms, joins, table)
         _boundaries[self.handle] = self
 
-    def request(self, has_residual: bool, updates: int, norm_spec: NormSpec | None, result: Result) -> BoundaryRequest:
+    def request(
+        self, has_residual: bool, updates: int, norm_spec: NormSpec | None, result: Result, join: Join = PLAIN
+    ) -> BoundaryRequest:
         """The same object for the same question: executors keep what they have prepared for it."""
-        key = has_residual, updates, norm_spec, result
+        key = has_residual, updates, norm_spec, result, join
         if key not in self._requests:
             self._requests[key] = BoundaryRequest(
-                *key,
+                has_residual,
+                updates,
+                norm_spec,
+                result,
                 self.sequence_parallel,
                 self.stream_dtype,
                 self.output_dtype,
                 self.round_reduced,
                 self.gradients,
+                *join,
             )
         return self._requests[key]
 
@@ -121,11 +128,14 @@ class Boundary:
             split = self._splits[tokens] = make(tokens, self.group.size)
         return split
 
-    def _choose(self, choice: str, norms: Sequence[NormSpec], table: BoundaryTable | None) -> Executor:
+    def _choose(
+        self, choice: str, norms: Sequence[NormSpec], joins: Sequence[Join], table: BoundaryTable | None
+    ) -> Executor:
         if choice not in BOUNDARY_CHOICES:
             raise UserError(f"boundary={choice!r} is not one of {', '.join(BOUNDARY_CHOICES)}")
         requests = [self.request(True, 0, None, "raw")]
         requests += [self.request(first, 1, spec, "gathered") for spec in norms for first in (False, True)]
+        requests += [self.request(True, 1, spec, "gathered", join) for spec in norms for join in joins]
         for executor, why in [(EXECUTORS[choice], "forced")] if choice != "auto" else self._automatic(table):
             reasons = [reason for request in requests if (reason := executor.supports(request, self.group))]
             if not reasons:
@@ -210,11 +220,15 @@ def _execute(
     spec: NormSpec | None,
     result: Result,
     tag: str,
+    join: Join = PLAIN,
+    update_norm: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor]:
-    request = owner.request(residual is not None, int(partial is not None), spec, result)
+    request = owner.request(residual is not None, int(partial is not None), spec, result, join)
     split = owner.token_split(tokens)
     began = time.perf_counter()
-    answer = owner.executor.run(request, owner.group, tag, split, residual, partial, bias, weight, norm_bias)
+    answer = owner.executor.run(
+        request, owner.group, tag, split, residual, partial, bias, weight, norm_bias, *update_norm
+    )
     owner.group.counters.boundary_s += time.perf_counter() - began
     return answer
 
@@ -293,6 +307,33 @@ torch.library.register_fake("tp_residual::boundary", _boundary_fake, lib=LIBRARY
 torch.library.register_autograd("tp_residual::boundary", _backward, setup_context=_setup_context, lib=LIBRARY)
 
 
+def is_observed(*tensors: Tensor | None) -> bool:
+    """Whether something traces or differentiates what is done with these operands, so that it must be made of operators."""
+    given = next(tensor for tensor in tensors if tensor is not None)
+    return type(given) is not Tensor or torch.is_grad_enabled() or torch.compiler.is_compiling()
+
+
+def run_joined(
+    boundary: Boundary,
+    tokens: int,
+    residual: Tensor | None,
+    partial: Partial,
+    norm: tuple[Tensor | None, Tensor | None, NormSpec | None],
+    result: Result,
+    tag: str,
+    join: Join,
+    update_norm: tuple[Tensor | None, Tensor | None],
+) -> tuple[Tensor, Tensor]:
+    """`run_boundary` of a sum that is scaled or normalised first, in the executor's one pass; not where `is_observed`.
+
+    norm, update_norm: weight and bias, and the norm's spec.
+    """
+    weight, norm_bias, spec = norm
+    return _execute(
+        boundary, residual, partial.value, partial.bias, weight, norm_bias, tokens, spec, result, tag, join, update_norm
+    )
+
+
 def run_boundary(
     boundary: Boundary,
     tokens: int,
@@ -309,8 +350,7 @@ def run_boundary(
     Otherwise its body: taking the objects apart for the dispatcher costs several times what a boundary of one token does.
     """
     value, bias = (None, None) if partial is None else (partial.value, partial.bias)
-    given_rows = value if value is not None else residual
-    if type(given_rows) is Tensor and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    if not is_observed(value, residual):
         return _execute(boundary, residual, value, bias, weight, norm_bias, tokens, spec, result, tag)
     given = spec or NormSpec(0.0)
     local_tokens = boundary.token_split(tokens).size(boundary.group.rank)

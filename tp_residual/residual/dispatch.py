@@ -51,9 +51,12 @@ class BySize:
         bias: Tensor | None,
         weight: Tensor | None,
         norm_bias: Tensor | None,
+        update_weight: Tensor | None = None,
+        update_norm_bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         given = partial if partial is not None else residual
         assert given is not None
         nbytes = tokens.total * given.shape[-1] * request.stream_dtype.itemsize
         executor = next(executor for limit, executor in self.ranges if nbytes <= limit)
-        return executor.run(request, group, tag, tokens, residual, partial, bias, weight, norm_bias)
+        operands = residual, partial, bias, weight, norm_bias, update_weight, update_norm_bias
+        return executor.run(request, group, tag, tokens, *operands)

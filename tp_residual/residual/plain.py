@@ -36,6 +36,8 @@ class PlainExecutor:
         bias: Tensor | None,
         weight: Tensor | None,
         norm_bias: Tensor | None,
+        update_weight: Tensor | None = None,
+        update_norm_bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         update = partial
         if partial is not None and group.size > 1:
@@ -44,7 +46,7 @@ class PlainExecutor:
             else:
                 update = summed(group, partial, tag, self.ordered)
         spec = request.add_norm_spec()
-        operands = Operands(residual, update, update_bias=bias, weight=weight, norm_bias=norm_bias)
+        operands = Operands(residual, update, bias, update_weight, update_norm_bias, weight, norm_bias)
         if self.fused:
             new_residual, normed = compute(spec, operands)
         else:

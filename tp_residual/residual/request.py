@@ -1,7 +1,7 @@
 """What a boundary may be asked, and who may answer."""
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,12 +14,24 @@ from tp_residual.parallel.splits import Split
 Result = Literal["gathered", "shard", "raw"]
 
 
+class Join(NamedTuple):
+    """How a completed sum joins the residual, as far as an executor can do it: the last fields of a BoundaryRequest."""
+
+    update_norm: NormSpec | None = None
+    update_scale: float = 1.0
+    skip_scale: float = 1.0
+
+
+PLAIN = Join()
+
+
 @dataclass(frozen=True)
 class BoundaryRequest:
     """One boundary, described by values every rank shares.
 
     has_residual: false for the first one, which only completes the embedding. updates: how many partial sums are owed, 0 or 1.
-    norm: applied to the new residual, or None. result: the normed value gathered (the layout of a column-parallel input), as this
+    norm: applied to the new residual, or None. update_norm, update_scale, skip_scale: how the sum joins the residual, as in AddNormSpec.
+    result: the normed value gathered (the layout of a column-parallel input), as this
     rank's token shard, or raw (no normed value). round_reduced: round the sum to the output dtype before the add, as a plain
     all-reduce does. gradients: backward and double backward are needed.
     """
@@ -33,6 +45,9 @@ class BoundaryRequest:
     output_dtype: torch.dtype
     round_reduced: bool = False
     gradients: bool = True
+    update_norm: NormSpec | None = None
+    update_scale: float = 1.0
+    skip_scale: float = 1.0
 
     def __post_init__(self) -> None:
         if self.updates not in (0, 1) or not (self.has_residual or self.updates):
@@ -49,7 +64,15 @@ class BoundaryRequest:
     def add_norm_spec(self) -> AddNormSpec:
         """What happens to the completed sum."""
         round_update = self.output_dtype if self.round_reduced else None
-        return AddNormSpec(self.stream_dtype, self.output_dtype, self.norm, round_update=round_update)
+        return AddNormSpec(
+            self.stream_dtype,
+            self.output_dtype,
+            self.norm,
+            self.update_norm,
+            self.update_scale,
+            self.skip_scale,
+            round_update,
+        )
 
 
 class Executor(Protocol):
@@ -73,6 +96,8 @@ class Executor(Protocol):
         bias: Tensor | None,
         weight: Tensor | None,
         norm_bias: Tensor | None,
+        update_weight: Tensor | None = None,
+        update_norm_bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """`(new residual in its layout, normed value in the result's layout)`; the second is empty for a raw result."""
         ...

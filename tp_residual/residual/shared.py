@@ -13,7 +13,9 @@ from tp_residual.parallel.splits import Split
 from tp_residual.parallel.transport import Transport
 from tp_residual.residual.request import BoundaryRequest, Executor
 
-Dtypes = tuple[torch.dtype | None, ...]  # of residual, partial, bias, weight, norm bias
+Dtypes = tuple[
+    torch.dtype | None, ...
+]  # of residual, partial, bias, weight, norm bias, and of the update norm's weight and bias
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -53,9 +55,12 @@ class SharedExecutor:
         bias: Tensor | None,
         weight: Tensor | None,
         norm_bias: Tensor | None,
+        update_weight: Tensor | None = None,
+        update_norm_bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         transport = group.transport
         assert isinstance(transport, SharedTransport), "supports() has been asked"
+        update_norm = update_weight, update_norm_bias
         if partial is None:
             return self.otherwise.run(request, group, tag, tokens, residual, partial, bias, weight, norm_bias)
         try:
@@ -67,11 +72,14 @@ class SharedExecutor:
             ) from None
         try:
             plan = transport.plans.get(id(request))
-            if plan is None or not plan.is_for(request, tokens, residual, partial, bias, weight, norm_bias):
-                plan = _plan(transport, request, tokens, residual, partial, bias, weight, norm_bias)
+            if plan is None or not plan.is_for(
+                request, tokens, residual, partial, bias, weight, norm_bias, update_norm
+            ):
+                plan = _plan(transport, request, tokens, residual, partial, bias, weight, norm_bias, update_norm)
             if plan is None:
-                return self.otherwise.run(request, group, tag, tokens, residual, partial, bias, weight, norm_bias)
-            return plan.run(group, tag, residual, partial, bias, weight, norm_bias)
+                operands = residual, partial, bias, weight, norm_bias, *update_norm
+                return self.otherwise.run(request, group, tag, tokens, *operands)
+            return plan.run(group, tag, residual, partial, bias, weight, norm_bias, update_norm)
         finally:
             transport.turn.append(turn)
 
@@ -85,6 +93,7 @@ def _plan(
     bias: Tensor | None,
     weight: Tensor | None,
     norm_bias: Tensor | None,
+    update_norm: tuple[Tensor | None, Tensor | None],
 ) -> "_Plan | None":
     """The plan for such operands, found again by the request itself at the next call; None where the segment cannot serve them.
 
@@ -97,6 +106,8 @@ def _plan(
         ("bias", bias, (hidden,)),
         ("weight", weight, (hidden,)),
         ("norm bias", norm_bias, (hidden,)),
+        ("update norm weight", update_norm[0], (hidden,)),
+        ("update norm bias", update_norm[1], (hidden,)),
     ):
         if operand is not None and operand.shape != shape:
             raise LayoutError(
@@ -104,14 +115,15 @@ def _plan(
                 f"{name} of shape {list(shape)}, and got {list(operand.shape)}"
             )
     dtypes = tuple(
-        None if operand is None else operand.dtype for operand in (residual, partial, bias, weight, norm_bias)
+        None if operand is None else operand.dtype
+        for operand in (residual, partial, bias, weight, norm_bias, *update_norm)
     )
     key = request, hidden, dtypes
     plan = transport.plans.get(key)
     if plan is None:
         if not _is_served(transport, request, hidden, dtypes):
             return None
-        plan = transport.plans[key] = _Plan(transport, request, hidden, dtypes, (bias, weight, norm_bias))
+        plan = transport.plans[key] = _Plan(transport, request, hidden, dtypes, (bias, weight, norm_bias, *update_norm))
     plan.prepare(tokens)
     if plan.request is request:
         transport.plans[id(request)] = plan
@@ -146,11 +158,11 @@ class _Plan:
         self.sequence_parallel = request.sequence_parallel
         self.gathers = request.sequence_parallel and request.result == "gathered"
         spec = request.add_norm_spec()
-        bias, weight, norm_bias = (None if x is None else x.contiguous() for x in parameters)
+        names = "update_bias", "weight", "norm_bias", "update_weight", "update_norm_bias"
+        given = {n: None if x is None else x.contiguous() for n, x in zip(names, parameters, strict=True)}
         # a copy of its own, into which each call writes its parameters' addresses
-        self.spec = RowSpec.from_buffer_copy(
-            row_spec(spec, hidden, update_bias=bias, weight=weight, norm_bias=norm_bias)
-        )
+        self.spec = RowSpec.from_buffer_copy(row_spec(spec, hidden, **given))
+        self.has_update_norm = request.update_norm is not None
         self.update, self.scratch = torch.empty(hidden), torch.empty(transport.scratch_floats(hidden))
         self.exchange = Exchange(
             spec=addressof(self.spec),
@@ -208,6 +220,7 @@ class _Plan:
         bias: Tensor | None,
         weight: Tensor | None,
         norm_bias: Tensor | None,
+        update_norm: tuple[Tensor | None, Tensor | None],
     ) -> bool:
         """Whether the C call may trust this plan: sizes and dtypes. Written out, since it is part of every call's microseconds."""
         hidden, dtypes = self.hidden, self.dtypes
@@ -226,6 +239,13 @@ class _Plan:
             and (
                 dtypes[4] is None if norm_bias is None else norm_bias.dtype is dtypes[4] and norm_bias.numel() == hidden
             )
+            and (not self.has_update_norm or self._has_these(update_norm))
+        )
+
+    def _has_these(self, update_norm: tuple[Tensor | None, Tensor | None]) -> bool:
+        return all(
+            dtype is None if x is None else x.dtype is dtype and x.numel() == self.hidden
+            for x, dtype in zip(update_norm, self.dtypes[5:], strict=True)
         )
 
     def run(
@@ -237,6 +257,7 @@ class _Plan:
         bias: Tensor | None,
         weight: Tensor | None,
         norm_bias: Tensor | None,
+        update_norm: tuple[Tensor | None, Tensor | None],
     ) -> tuple[Tensor, Tensor]:
         spec = self.spec
         new_residual, normed = torch.empty_like(self.new_residual_like), torch.empty_like(self.normed_like)
@@ -253,6 +274,9 @@ class _Plan:
         if bias is not None:
             bias = bias.contiguous()
             spec.update_bias = bias.data_ptr()
+        if self.has_update_norm:
+            update_norm = tuple(None if x is None else x.contiguous() for x in update_norm)  # type: ignore[assignment] # still two
+            spec.update_weight, spec.update_norm_bias = (None if x is None else x.data_ptr() for x in update_norm)
         if not self.sequence_parallel:
             group.run("all_reduce", tag, partial, self._reduce)
             return new_residual, normed

@@ -4,6 +4,7 @@
     stream    = stream.write(update)     record the update, a partial sum; nothing is communicated yet
 
 A layer maps stream to stream and says nothing about collectives. Checkpointing, pipeline cuts and compilers see only this value.
+How an update joins the residual is its `Connection`, given to `write`; the read that completes the update carries it out.
 """
 
 from dataclasses import dataclass, field
@@ -14,9 +15,26 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tp_residual.errors import LayoutError
-from tp_residual.parallel.collectives import token_shard_to_invariant
+from tp_residual.kernels.add_norm import add_norm
+from tp_residual.kernels.contract import AddNormSpec, widen
+from tp_residual.parallel.collectives import (
+    invariant_to_column_input,
+    partial_to_invariant,
+    partial_to_token_shard,
+    token_shard_to_column_input,
+    token_shard_to_invariant,
+)
 from tp_residual.parallel.partial import Partial
-from tp_residual.residual.boundary import Boundary, Result, Site, Tap, run_boundary
+from tp_residual.residual.boundary import (
+    Boundary,
+    Result,
+    Site,
+    Tap,
+    is_observed,
+    run_boundary,
+    run_joined,
+)
+from tp_residual.residual.connection import Connection
 from tp_residual.residual.norms import RMSNorm
 
 
@@ -28,8 +46,24 @@ class Layout(StrEnum):
 
 
 @dataclass(frozen=True, eq=False)
+class Owed:
+    """One update that is written and not yet completed. connection: how it joins the residual; None: it is added.
+
+    apart: a later write does not join its sum, since a read in between may leave it out.
+    """
+
+    partial: Partial
+    connection: Connection | None = None
+    apart: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        return self.connection is None or self.connection.is_plain
+
+
+@dataclass(frozen=True, eq=False)
 class Stream:
-    """The residual `[tokens, hidden]` (this rank's tokens, when token-sharded) and the update still owed to it.
+    """The residual `[tokens, hidden]` (this rank's tokens, when token-sharded) and the updates still owed to it, oldest first.
 
     tokens: of the whole stream. Each value is used once, by `read`, `write` or `complete`; a second use raises, since it would add
     the next update to a stale residual. Recomputation in a backward pass uses it again, legally.
@@ -38,7 +72,7 @@ class Stream:
     boundary: Boundary
     tokens: int
     residual: Tensor | None
-    owed: Partial | None
+    owed: tuple[Owed, ...] = ()
     taps: tuple[Tap, ...] = ()
     _used: list[str] = field(default_factory=list, repr=False)
 
@@ -53,17 +87,19 @@ class Stream:
             raise LayoutError(f"residual dtype {self.residual.dtype} is not the stream's {self.boundary.stream_dtype}")
 
     @classmethod
-    def start(cls, embedded: Partial, boundary: Boundary, taps: tuple[Tap, ...] = ()) -> "Stream":
+    def start(
+        cls, embedded: Partial, boundary: Boundary, taps: tuple[Tap, ...] = (), connection: Connection | None = None
+    ) -> "Stream":
         """A stream that owes the embedding: the first read completes it, so embedding, add and norm are one boundary as well."""
         _check_partial(embedded, boundary, "Stream.start")
-        return cls(boundary, embedded.shape[0], None, embedded, taps)
+        return cls(boundary, embedded.shape[0], None, (Owed(embedded, connection),), taps)
 
     @classmethod
     def resume(
         cls, residual: Tensor, tokens: int, layout: Layout, boundary: Boundary, taps: tuple[Tap, ...] = ()
     ) -> "Stream":
         """A stream received at a pipeline cut. layout: as the sender had it; it is never deduced from the shape."""
-        stream = cls(boundary, tokens, residual, None, taps)
+        stream = cls(boundary, tokens, residual, (), taps)
         if layout is not stream.layout:
             raise LayoutError(f"the received residual is {layout}, this boundary keeps its stream {stream.layout}")
         return stream
@@ -72,8 +108,10 @@ class Stream:
     def layout(self) -> Layout:
         return Layout.TOKEN_SHARDED if self.boundary.sequence_parallel else Layout.REPLICATED
 
-    def write(self, update: Partial) -> "Stream":
-        """Owe `update`. Two writes without a read between them are one sum: one collective."""
+    def write(self, update: Partial, connection: Connection | None = None, *, apart: bool = False) -> "Stream":
+        """Owe `update`, which is to join the residual by `connection`. Two plain writes without a read between them are one sum, so one
+        collective, unless they are kept `apart`.
+        """
         _check_partial(update, self.boundary, "Stream.write")
         if update.shape[0] != self.tokens:
             raise LayoutError(f"{update.source} wrote {update.shape[0]} tokens to a stream of {self.tokens}")
@@ -85,46 +123,160 @@ class Stream:
                 f"{self.residual.device}; an update has the stream's hidden size and device"
             )
         self._use(f"write({update.source})")
-        return self._with(self.residual, update if self.owed is None else self.owed + update)
+        if connection is not None and connection.carries_skip:
+            update = connection.write(self._complete_residual(update.source), update)
+        new = Owed(update, connection, apart)
+        if self.owed and self.owed[-1].is_plain and new.is_plain and not (self.owed[-1].apart or apart):
+            return self._with(self.residual, (*self.owed[:-1], Owed(self.owed[-1].partial + update)))
+        return self._with(self.residual, (*self.owed, new))
 
-    def read(self, norm: RMSNorm, result: Result = "gathered") -> tuple[Float[Tensor, "tokens hidden"], "Stream"]:
+    def read(
+        self, norm: RMSNorm | None, result: Result = "gathered", *, lag: int = 0
+    ) -> tuple[Float[Tensor, "tokens hidden"], "Stream"]:
         """`(norm(residual + owed), the stream that owes nothing)`.
 
         The normed value is a column input (gathered), in the boundary's output dtype; with result="shard" it stays this rank's tokens.
+        norm: None reads the new residual itself. lag: the newest so many updates are left out of what is read, and stay owed.
         """
-        self._use(f"read({norm.name})")
-        site = Site("" if self.owed is None else self.owed.source, norm.name)
-        residual, normed = run_boundary(
-            self.boundary, self.tokens, self.residual, self.owed, norm.weight, norm.bias, norm.spec, result, norm.name
-        )
-        for tap in self.taps:
-            tap(site, self.owed, residual, normed)
-        return normed, self._with(residual, None)
+        self._use("read()" if norm is None else f"read({norm.name})")
+        # what the stream starts with is no update: nothing is read without it
+        due = max(len(self.owed) - lag, int(self.residual is None))
+        residual = self.residual
+        for owed in self.owed[: due - 1] if due else ():
+            residual, _ = self._join(residual, owed, None, "raw")
+        last = self.owed[due - 1] if due else None
+        residual, normed = self._join(residual, last, norm, result)
+        return normed, self._with(residual, self.owed[due:])
 
     def complete(self) -> "Stream":
         """The stream that owes nothing, without a norm: for pipeline cuts and for looking at the residual."""
         self._use("complete()")
-        if self.owed is None:
-            return self._with(self.residual, None)
-        residual, _ = run_boundary(
-            self.boundary, self.tokens, self.residual, self.owed, None, None, None, "raw", "complete"
-        )
-        for tap in self.taps:
-            tap(Site(self.owed.source, ""), self.owed, residual, None)
-        return self._with(residual, None)
+        residual = self.residual
+        for owed in self.owed:
+            residual, _ = self._join(residual, owed, None, "raw")
+        return self._with(residual, ())
+
+    def replaced(self, residual: Tensor) -> "Stream":
+        """The stream with another residual, in its layout. Nothing may be owed: the update would be added to what it was not made for."""
+        self._complete_residual("replaced()")
+        self._use("replaced()")
+        return self._with(residual, ())
 
     def replicated(self) -> Float[Tensor, "tokens hidden"]:
         """The residual of all tokens, in token order, on every rank (one all-gather when token-sharded). Nothing may be owed."""
-        if self.owed is not None or self.residual is None:
-            raise LayoutError(
-                f"the stream still owes the update of {self.owed.source if self.owed else 'nothing'}; call complete() first"
-            )
+        residual = self._complete_residual("replicated()")
         if not self.boundary.sequence_parallel:
-            return self.residual
+            return residual
         split = self.boundary.token_split(self.tokens)
-        return token_shard_to_invariant(self.residual, split, self.boundary.group, tag="stream.replicated")
+        return token_shard_to_invariant(residual, split, self.boundary.group, tag="stream.replicated")
 
-    def _with(self, residual: Tensor | None, owed: Partial | None) -> "Stream":
+    # -- inside
+
+    def _join(
+        self, residual: Tensor | None, owed: Owed | None, norm: RMSNorm | None, result: Result
+    ) -> tuple[Tensor, Tensor]:
+        """`(new residual, what is read of it)`: one boundary. Without a norm the residual itself is read, unless the result is raw."""
+        connection = None if owed is None else owed.connection
+        post = None if connection is None else connection.post_norm
+        partial = None if owed is None else owed.partial
+        if connection is None or connection.is_plain:
+            new, read = self._plain(residual, partial, norm, result)
+        elif (
+            connection.is_static
+            and not is_observed(residual, owed.partial.value if owed else None)
+            and (post is None or self.boundary.stream_dtype == self.boundary.output_dtype)
+        ):
+            new, read = self._in_one_pass(residual, owed.partial, connection, norm, result)  # type: ignore[union-attr] # it has a connection
+        else:
+            new, read = self._composed(residual, owed.partial, connection, norm, result)  # type: ignore[union-attr]
+        site = Site("" if partial is None else partial.source, "" if norm is None else norm.name)
+        for tap in self.taps:
+            tap(site, partial, new, None if result == "raw" else read)
+        return new, read
+
+    def _plain(
+        self, residual: Tensor | None, partial: Partial | None, norm: RMSNorm | None, result: Result
+    ) -> tuple[Tensor, Tensor]:
+        if norm is not None:
+            return run_boundary(
+                self.boundary, self.tokens, residual, partial, norm.weight, norm.bias, norm.spec, result, norm.name
+            )
+        if partial is not None:
+            residual, _ = run_boundary(
+                self.boundary, self.tokens, residual, partial, None, None, None, "raw", "complete"
+            )
+        assert residual is not None, "a stream starts with an owed embedding"
+        return residual, residual if result == "raw" else self._as_read(residual, result, "read")
+
+    def _in_one_pass(
+        self, residual: Tensor | None, partial: Partial, connection: Connection, norm: RMSNorm | None, result: Result
+    ) -> tuple[Tensor, Tensor]:
+        """By the executor: constants and norms, nothing to be differentiated."""
+        update_norm, post = connection.update_norm, connection.post_norm
+        parameters = (None, None) if update_norm is None else (update_norm.weight, update_norm.bias)
+        first = norm if post is None else post
+        of_first = (None, None, None) if first is None else (first.weight, first.bias, first.spec)
+        asked: Result = "raw" if first is None else "shard" if post is not None and result != "gathered" else "gathered"
+        if not self.boundary.sequence_parallel and asked == "shard":
+            asked = "gathered"
+        tag = "complete" if first is None else first.name
+        new, read = run_joined(
+            self.boundary, self.tokens, residual, partial, of_first, asked, tag, connection.join, parameters
+        )
+        if post is None:
+            if norm is None and result != "raw":
+                read = self._as_read(new, result, "read")
+            return new, read
+        new = read
+        if self.boundary.sequence_parallel and asked == "gathered":
+            new = read[slice(*self.boundary.token_split(self.tokens).ranges[self.boundary.group.rank])]
+        return self._plain(new, None, norm, result) if norm is not None else (new, read)
+
+    def _composed(
+        self, residual: Tensor | None, partial: Partial, connection: Connection, norm: RMSNorm | None, result: Result
+    ) -> tuple[Tensor, Tensor]:
+        """By moves and differentiable arithmetic: whatever a connection may be, with gradients."""
+        boundary, ordered = self.boundary, self.boundary.executor.ordered
+        wide = Partial(widen(partial.value), partial.group, partial.source)
+        tag = norm.name if norm is not None else "complete"
+        if boundary.sequence_parallel:
+            split = boundary.token_split(self.tokens)
+            update = partial_to_token_shard(wide, split, tag=tag, ordered=ordered)
+        else:
+            update = partial_to_invariant(wide, tag=tag, ordered=ordered)
+        if partial.bias is not None:
+            update = update + widen(partial.bias)
+        round_update = boundary.output_dtype if boundary.round_reduced else None
+        new = connection.combine(residual, update, boundary.stream_dtype, round_update)
+        if connection.post_norm is not None:
+            new = self._normed(new, connection.post_norm, boundary.stream_dtype)
+        if result == "raw":
+            return new, new
+        return new, self._as_read(new if norm is None else self._normed(new, norm, boundary.output_dtype), result, tag)
+
+    def _normed(self, x: Tensor, norm: RMSNorm, dtype: torch.dtype) -> Tensor:
+        _, normed = add_norm(AddNormSpec(x.dtype, dtype, norm.spec), x, None, weight=norm.weight, norm_bias=norm.bias)
+        assert normed is not None
+        return normed
+
+    def _as_read(self, x: Tensor, result: Result, tag: str) -> Tensor:
+        """A value in the stream's layout as the result's, in the output dtype."""
+        boundary = self.boundary
+        x = x.to(boundary.output_dtype)
+        if result == "shard":
+            return x
+        if boundary.sequence_parallel:
+            split = boundary.token_split(self.tokens)
+            return token_shard_to_column_input(x, split, boundary.group, tag=tag, ordered=boundary.executor.ordered)
+        return invariant_to_column_input(x, boundary.group, tag=tag, ordered=boundary.executor.ordered)
+
+    def _complete_residual(self, what: str) -> Tensor:
+        if self.owed or self.residual is None:
+            sources = " and ".join(owed.partial.source for owed in self.owed) or "nothing"
+            raise LayoutError(f"{what}: the stream still owes the update of {sources}; call complete() first")
+        return self.residual
+
+    def _with(self, residual: Tensor | None, owed: tuple[Owed, ...]) -> "Stream":
         return Stream(self.boundary, self.tokens, residual, owed, self.taps)
 
     def _use(self, how: str) -> None:

@@ -42,6 +42,8 @@ class SymmetricExecutor:
         for dtype in (request.stream_dtype, request.output_dtype):
             if dtype not in _DTYPES:
                 return f"{str(dtype).removeprefix('torch.')} is not one of float32, bfloat16, float16"
+        if request.update_norm is not None or request.update_scale != 1.0 or request.skip_scale != 1.0:
+            return "its kernel adds the sum as it is, and this residual connection scales or normalises it first"
         if group not in self._transports:
             self._transports[group] = self._open(group)
         transport = self._transports[group]
@@ -64,6 +66,8 @@ class SymmetricExecutor:
         bias: Tensor | None,
         weight: Tensor | None,
         norm_bias: Tensor | None,
+        update_weight: Tensor | None = None,
+        update_norm_bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         wire = self.transport(group)
         sharded, gather = request.sequence_parallel, request.result == "gathered"

@@ -64,7 +64,7 @@ def inject(model: CausalLM, kind: str, layer: int) -> Callable[[], None]:
     if kind == "swapped gate/up":
         return _swap_gate_up(module.mlp.gate_up_proj)
     if kind == "norm weight not offset":
-        return _alter(module.post_attention_layernorm.weight, lambda weight: weight - 1)
+        return _alter(module.get_parameter("post_attention_layernorm.weight"), lambda weight: weight - 1)
     # a rank in the middle or at the end; its rows of q_proj, k_proj and v_proj
     chosen = model.group.rank == model.group.size - 1
     return _alter(module.self_attn.qkv_proj.weight, lambda weight: weight.roll(-1, 0)) if chosen else _nothing
@@ -108,6 +108,8 @@ class _FaultyExecutor:
         bias: Tensor | None,
         weight: Tensor | None,
         norm_bias: Tensor | None,
+        update_weight: Tensor | None = None,
+        update_norm_bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         stale, self.before = self.before, residual
         if tag == self.tag:

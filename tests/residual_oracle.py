@@ -26,7 +26,7 @@ def variant_weights(config: ModelConfig, seed: int = 4) -> dict[str, Tensor]:
     weights = {}
     for tensor in ModelLayout.of(config, 1).tensors(sequence_parallel=False):
         value = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
-        near_one = "norm" in tensor.name and tensor.name.endswith("weight") or tensor.name.endswith("_scale")
+        near_one = ("norm" in tensor.name and tensor.name.endswith("weight")) or tensor.name.endswith("_scale")
         weights[tensor.name] = 1 + 0.3 * value if near_one else 0.2 * value
     return weights
 
@@ -39,20 +39,41 @@ class ResidualOracle(Oracle):
 
     def forward(self, sequences: Sequence[Sequence[int]]) -> OracleOutput:
         config, r = self.config, self.config.residual
+        streams, updates = dict[str, Tensor](), dict[str, Tensor]()
+        x = self.stack("model", sequences, config.num_hidden_layers, streams, updates)
+        final = self.normed(x, "model.norm") if r.has_final_norm else x
+        head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+        logits = torch.einsum("td,vd->tv", final, self.get_parameter(f"{head}.weight"))
+        return OracleOutput(logits, streams, updates, final)
+
+    def stack(
+        self,
+        stack: str,
+        sequences: Sequence[Sequence[int]],
+        num_layers: int,
+        streams: dict[str, Tensor],
+        updates: dict[str, Tensor],
+        *,
+        causal: bool = True,
+        memory: Sequence[Tensor] | None = None,
+        embedding: str | None = None,
+    ) -> Tensor:
+        """x_L of one stack. memory: the encoder's output by sequence."""
+        r = self.config.residual
         lengths = [len(sequence) for sequence in sequences]
         ids = torch.tensor([token for sequence in sequences for token in sequence])
-        streams, updates = dict[str, Tensor](), dict[str, Tensor]()
-        x = self.get_parameter("model.embed_tokens.weight")[ids] * r.embed_scale
-        streams["model.embed_tokens"] = x
+        x = self.get_parameter(f"{embedding or stack}.embed_tokens.weight")[ids] * r.embed_scale
+        streams[f"{stack}.embed_tokens"] = x
         history, newest = [x], torch.zeros_like(x)
-        groups = [("self_attn",), ("mlp",)]
+        middle = [("self_attn",)] if memory is None else [("self_attn",), ("cross_attn",)]
+        groups = [*middle, ("mlp",)]
         if r.topology == "parallel":
-            groups = [("self_attn", "mlp")]
+            groups = [tuple(module for group in groups for module in group)]
         if r.topology == "macaron":
-            groups = [("first_mlp",), ("self_attn",), ("mlp",)]
-        total, number = config.num_hidden_layers * len(groups), 0
-        for layer in range(config.num_hidden_layers):
-            path = f"model.layers.{layer}"
+            groups = [("first_mlp",), *middle, ("mlp",)]
+        total, number = num_layers * len(groups), 0
+        for layer in range(num_layers):
+            path = f"{stack}.layers.{layer}"
             for index, modules in enumerate(groups):
                 number += 1
                 if self.kept is not None and (layer, index) not in self.kept:
@@ -66,14 +87,14 @@ class ResidualOracle(Oracle):
                         y = self.normed(y, f"{path}.{self.before(modules[0] if shared else module)}")
                     if r.input_scale_by_depth:
                         y = y / math.sqrt(layer + 1)
-                    update = update + self.sublayer(y, f"{path}.{module}", layer, lengths)
+                    update = update + self.sublayer(y, f"{path}.{module}", layer, lengths, causal, memory)
                 after = f"{path}.{self.after(modules[-1])}"
                 if r.placement in ("sandwich", "output"):
                     update = self.normed(update, after)
                 update = update * r.update_scale
                 if r.update_scale_by_depth:
-                    update = update / math.sqrt(config.num_hidden_layers)
-                if r.topology == "macaron" and modules[0] != "self_attn":
+                    update = update / math.sqrt(num_layers)
+                if r.topology == "macaron" and modules[0] in ("first_mlp", "mlp"):
                     update = update / 2
                 if r.drop == "stochastic_depth" and self.inference:
                     update = update * (1 - r.drop_rate * number / total)
@@ -85,10 +106,9 @@ class ResidualOracle(Oracle):
                 else:
                     x_part = x
                 if r.shortcut != "identity":
-                    x_part = self.shortcut(
-                        x_part, "model.residual_shortcut" if r.shortcut_shared else f"{own}.shortcut"
-                    )
-                alpha = (2 * config.num_hidden_layers) ** 0.25 if r.skip_scale == "deepnorm" else r.skip_scale
+                    shared_path = f"{stack}.residual_shortcut"
+                    x_part = self.shortcut(x_part, shared_path if r.shortcut_shared else f"{own}.shortcut")
+                alpha = (2 * num_layers) ** 0.25 if r.skip_scale == "deepnorm" else r.skip_scale
                 if r.skip_layers is not None and layer not in r.skip_layers:
                     alpha = 0.0
                 x_part = x_part * alpha
@@ -102,12 +122,9 @@ class ResidualOracle(Oracle):
                 streams[own], updates[own] = x, update
             history.append(x)
             if r.depth_mix:
-                weights = self.get_parameter(f"model.depth_mix.{layer}")
+                weights = self.get_parameter(f"{stack}.depth_mix.{layer}")
                 x = sum((w * state for w, state in zip(weights, history, strict=True)), torch.zeros_like(x))
-        final = self.normed(x, "model.norm") if r.has_final_norm else x
-        head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
-        logits = torch.einsum("td,vd->tv", final, self.get_parameter(f"{head}.weight"))
-        return OracleOutput(logits, streams, updates, final)
+        return x
 
     def before(self, module: str) -> str:
         if module == "self_attn":
@@ -130,12 +147,40 @@ class ResidualOracle(Oracle):
             return self.norm(x, path)
         return self.norm(x - x.mean(-1, keepdim=True), path) + self.get_parameter(f"{path}.bias")
 
-    def sublayer(self, y: Tensor, path: str, layer: int, lengths: list[int]) -> Tensor:
+    def sublayer(
+        self, y: Tensor, path: str, layer: int, lengths: list[int], causal: bool, memory: Sequence[Tensor] | None
+    ) -> Tensor:
         if path.endswith("self_attn"):
-            heads = [self.attention(part, path, self.config.sliding_window[layer]) for part in y.split(lengths)]
+            if causal:
+                heads = [self.attention(part, path, self.config.sliding_window[layer]) for part in y.split(lengths)]
+            else:
+                heads = [self.to_all(part, part, path, rotated=True) for part in y.split(lengths)]
+            return self.linear(torch.cat(heads), f"{path}.o_proj")
+        if path.endswith("cross_attn"):
+            assert memory is not None
+            heads = [
+                self.to_all(part, m, path, rotated=False) for part, m in zip(y.split(lengths), memory, strict=True)
+            ]
             return self.linear(torch.cat(heads), f"{path}.o_proj")
         gate = self.linear(y, f"{path}.gate_proj")
         return self.linear(gate / (1 + (-gate).exp()) * self.linear(y, f"{path}.up_proj"), f"{path}.down_proj")
+
+    def to_all(self, x: Tensor, source: Tensor, path: str, *, rotated: bool) -> Tensor:
+        """Every query to every key."""
+        config = self.config
+        q = self.linear(x, f"{path}.q_proj").view(len(x), -1, config.head_dim)
+        k, v = (self.linear(source, f"{path}.{n}_proj").view(len(source), -1, config.head_dim) for n in "kv")
+        if rotated:
+            if config.qk_norm:
+                q, k = self.norm(q, f"{path}.q_norm"), self.norm(k, f"{path}.k_norm")
+            position = torch.arange(len(x))
+            q, k = self.rotate(q, position), self.rotate(k, position)
+        each = config.num_attention_heads // config.num_key_value_heads
+        heads = [
+            (torch.einsum("id,jd->ij", q[:, h], k[:, h // each]) / config.head_dim**0.5).softmax(-1) @ v[:, h // each]
+            for h in range(config.num_attention_heads)
+        ]
+        return torch.cat(heads, dim=-1)
 
     def gated(self, x: Tensor, update: Tensor, path: str) -> tuple[Tensor, Tensor]:
         r, z = self.config.residual, self.get_parameter(f"{path}.bias")
@@ -151,3 +196,19 @@ class ResidualOracle(Oracle):
         if self.config.residual.shortcut == "projection":
             return x @ self.get_parameter(f"{path}.weight").T
         return x + x @ self.get_parameter(f"{path}.down").T @ self.get_parameter(f"{path}.up").T
+
+
+class EncoderDecoderOracle(ResidualOracle):
+    """Both stacks; logits of the targets."""
+
+    def forward(
+        self, batch: tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]], layers: tuple[int, int]
+    ) -> Tensor:  # type: ignore[override]
+        (sources, targets), r, tied = batch, self.config.residual, self.config.tie_word_embeddings
+        x = self.stack("encoder", sources, layers[0], {}, {}, causal=False)
+        x = self.normed(x, "encoder.norm") if r.has_final_norm else x
+        memory = x.split([len(source) for source in sources])
+        embedding = "encoder" if tied else "decoder"
+        y = self.stack("decoder", targets, layers[1], {}, {}, memory=memory, embedding=embedding)
+        y = self.normed(y, "decoder.norm") if r.has_final_norm else y
+        return y @ self.get_parameter(f"{'encoder.embed_tokens' if tied else 'lm_head'}.weight").T

@@ -25,7 +25,9 @@ class Attention(nn.Module):
         *,
         sequence_parallel: bool,
         dtype: torch.dtype,
+        path: str | None = None,
     ) -> None:
+        """path: what messages and counters call it; `model.layers.N.self_attn` unless given."""
         super().__init__()
         config, rows, kv_rows = layout.config, layout.query_rows, layout.key_value_rows
         self.layer, self.head_dim, self.window = layer, config.head_dim, config.sliding_window[layer]
@@ -43,7 +45,7 @@ class Attention(nn.Module):
             group,
             bias=config.o_bias,
             sequence_parallel=sequence_parallel,
-            name=f"model.layers.{layer}.self_attn.o_proj",
+            name=f"{path or f'model.layers.{layer}.self_attn'}.o_proj",
             dtype=dtype,
         )
         self.q_norm = self.k_norm = None

@@ -146,6 +146,11 @@ class ModelConfig:
                 legal = f"0 to {self.vocab_size - 1}"
                 raise ConfigError(f"{name}={show(value)} is outside the vocabulary; use {legal}, or null for none")
 
+    def with_layers(self, count: int) -> "ModelConfig":
+        """The same with another depth; layers look through the windows that the first ones have."""
+        windows = (self.sliding_window * count)[:count]
+        return replace(self, num_hidden_layers=count, sliding_window=windows)
+
     @property
     def max_sequence_length(self) -> int:
         """The longest legal sequence. linear and dynamic configs keep the length of pretraining in max_position_embeddings, yarn in its own

@@ -12,6 +12,7 @@ from tp_residual.kernels.contract import NormSpec, norm, widen
 from tp_residual.model.attention import Attention
 from tp_residual.model.attention_backend import AttentionBackend, TokenBatch
 from tp_residual.model.config import ModelConfig
+from tp_residual.model.cross_attention import CrossAttention, Memory
 from tp_residual.model.layout import ModelLayout
 from tp_residual.model.mlp import MLP
 from tp_residual.model.rope import RopeTables, rope_tables
@@ -42,6 +43,7 @@ class DecoderLayer(nn.Module):
     """
 
     self_attn: Attention
+    cross_attn: CrossAttention
     mlp: MLP
 
     def __init__(
@@ -54,6 +56,7 @@ class DecoderLayer(nn.Module):
         dtype: torch.dtype,
         shortcut: Shortcut | None = None,
         sampler: DepthSampler | None = None,
+        stack: str = "model",
     ) -> None:
         super().__init__()
         config, residual = layout.config, layout.config.residual
@@ -69,7 +72,7 @@ class DecoderLayer(nn.Module):
                 spec,
                 group,
                 partial_gradient=sequence_parallel or of_gathered,
-                name=f"model.layers.{layer}.{name}",
+                name=f"{stack}.layers.{layer}.{name}",
                 dtype=dtype,
             )
             self.add_module(name, norm)
@@ -79,10 +82,9 @@ class DecoderLayer(nn.Module):
             for name in sublayer.read_norms:
                 add_norm(name, of_gathered=len(sublayer.read_norms) > 1)
             for name in sublayer.modules:
-                if name == "self_attn":
-                    self.self_attn = Attention(layout, layer, group, **options)
-                else:
-                    self.add_module(name, MLP(layout, layer, group, name=name, **options))
+                kind = {"self_attn": Attention, "cross_attn": CrossAttention}.get(name, MLP)
+                path = f"{stack}.layers.{layer}.{name}"
+                self.add_module(name, kind(layout, layer, group, path=path, **options))
             plan = sublayer.connection
             connection = Connection(
                 residual,
@@ -97,17 +99,29 @@ class DecoderLayer(nn.Module):
             connection.survival = sublayer.keep
             self.add_module(plan.name, connection)
 
-    def forward(self, stream: Stream, rope: RopeTables, batch: TokenBatch, backend: AttentionBackend) -> Stream:
+    def forward(
+        self,
+        stream: Stream,
+        rope: RopeTables,
+        batch: TokenBatch,
+        backend: AttentionBackend,
+        memory: Memory | None = None,
+    ) -> Stream:
+        """memory: what cross-attention reads."""
         for index, sublayer in enumerate(self.sublayers):
             if self.training and sublayer.keep < 1.0:
                 assert self.sampler is not None
                 if not self.sampler.keeps(f"{self.layer}.{index}", sublayer.keep):
                     continue
             inputs, stream = self._read(stream, sublayer)
-            updates = [
-                self.self_attn(x, rope, batch, backend) if name == "self_attn" else getattr(self, name)(x)
-                for name, x in zip(sublayer.modules, inputs, strict=True)
-            ]
+            updates = []
+            for name, x in zip(sublayer.modules, inputs, strict=True):
+                if name == "self_attn":
+                    updates.append(self.self_attn(x, rope, batch, backend))
+                elif name == "cross_attn":
+                    updates.append(self.cross_attn(x, batch, memory))
+                else:
+                    updates.append(getattr(self, name)(x))
             update = updates[0] if len(updates) == 1 else sum(updates[1:], updates[0])
             stream = stream.write(update, getattr(self, sublayer.connection.name), apart=sublayer.lag > 0)
         return stream
@@ -161,20 +175,29 @@ class Decoder(nn.Module):
     """Everything below the head; parameter names as in the checkpoint's `model.`"""
 
     def __init__(
-        self, layout: ModelLayout, group: TensorParallelGroup, *, sequence_parallel: bool, dtype: torch.dtype
+        self,
+        layout: ModelLayout,
+        group: TensorParallelGroup,
+        *,
+        sequence_parallel: bool,
+        dtype: torch.dtype,
+        stack: str = "model",
     ) -> None:
+        """stack: what messages and counters call it."""
         super().__init__()
         config, residual = layout.config, layout.config.residual
         options: Any = {"sequence_parallel": sequence_parallel, "dtype": dtype}
         self.embed_tokens = VocabParallelEmbedding(
-            layout.vocabulary, config.hidden_size, group, name="model.embed_tokens", dtype=dtype
+            layout.vocabulary, config.hidden_size, group, name=f"{stack}.embed_tokens", dtype=dtype
         )
         self.sampler = DepthSampler(residual)
         self.residual_shortcut = (
             Shortcut(residual, config.hidden_size, group, **options) if residual.shortcut_shared else None
         )
         self.layers = nn.ModuleList(
-            DecoderLayer(layout, layer, group, shortcut=self.residual_shortcut, sampler=self.sampler, **options)
+            DecoderLayer(
+                layout, layer, group, shortcut=self.residual_shortcut, sampler=self.sampler, stack=stack, **options
+            )
             for layer in range(config.num_hidden_layers)
         )
         self.depth_mix = DepthMix(config.num_hidden_layers, group, **options) if residual.depth_mix else None
@@ -182,7 +205,7 @@ class Decoder(nn.Module):
         if residual.has_final_norm:
             spec = NormSpec(config.rms_norm_eps, residual.norm, weight_after_cast=config.weight_after_cast)
             self.norm = RMSNorm(
-                config.hidden_size, spec, group, partial_gradient=sequence_parallel, name="model.norm", dtype=dtype
+                config.hidden_size, spec, group, partial_gradient=sequence_parallel, name=f"{stack}.norm", dtype=dtype
             )
         scale = ConnectionPlan("embedding", update_scale=residual.embed_scale)
         self.embedding = Connection(ResidualConfig(), scale, config.hidden_size, group, **options)
@@ -201,8 +224,9 @@ class Decoder(nn.Module):
         batch: TokenBatch,
         backend: AttentionBackend,
         watch: "LayerInputs | None" = None,
+        memory: Memory | None = None,
     ) -> Stream:
-        """All layers. watch: is told where each begins."""
+        """All layers. watch: is told where each begins. memory: what cross-attention reads."""
         history = []
         if self.depth_mix is not None:
             stream = stream.complete()
@@ -213,7 +237,7 @@ class Decoder(nn.Module):
                 continue
             if watch is not None:
                 watch.next_layer()
-            stream = layer(stream, rope, batch, backend)
+            stream = layer(stream, rope, batch, backend, *(() if memory is None else (memory,)))
             if self.depth_mix is not None:
                 stream = stream.complete()
                 assert stream.residual is not None

@@ -74,14 +74,15 @@ class ModelLayout:
     plan: tuple[tuple[SublayerPlan, ...], ...]
 
     @classmethod
-    def of(cls, config: ModelConfig, tp_size: int) -> "ModelLayout":
+    def of(cls, config: ModelConfig, tp_size: int, *, cross_attention: bool = False) -> "ModelLayout":
+        """cross_attention: of the decoder of an encoder-decoder model."""
         return cls(
             config,
             tp_size,
             HeadSplit.of(config.num_attention_heads, config.num_key_value_heads, tp_size),
             Split.even(config.intermediate_size, tp_size),
             Split.even(config.vocab_size, tp_size),
-            plan_layers(config.residual, config.num_hidden_layers),
+            plan_layers(config.residual, config.num_hidden_layers, cross_attention=cross_attention),
         )
 
     @property
@@ -126,6 +127,11 @@ class ModelLayout:
                 if config.qk_norm:
                     yield self._whole(f"{attention}q_norm.weight", config.head_dim, True)
                     yield self._whole(f"{attention}k_norm.weight", config.head_dim, True)
+            elif module == "cross_attn":
+                attention, rows, kv_rows = f"{prefix}cross_attn.", self.query_rows, self.key_value_rows
+                yield from self._column(attention, "q_proj", {"q_proj": rows}, config.qkv_bias)
+                yield from self._column(attention, "kv_proj", {"k_proj": kv_rows, "v_proj": kv_rows}, config.qkv_bias)
+                yield from self._row(f"{attention}o_proj.", rows, config.o_bias, sequence_parallel)
             else:
                 gate_up = {"gate_proj": self.intermediate, "up_proj": self.intermediate}
                 yield from self._column(f"{prefix}{module}.", "gate_up_proj", gate_up, config.mlp_bias)

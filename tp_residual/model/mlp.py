@@ -22,9 +22,9 @@ class MLP(nn.Module):
         *,
         sequence_parallel: bool,
         dtype: torch.dtype,
-        name: str = "mlp",
+        path: str | None = None,
     ) -> None:
-        """name: below the layer; a Macaron layer has two."""
+        """path: what messages and counters call it; `model.layers.N.mlp` unless given."""
         super().__init__()
         config, features = layout.config, layout.intermediate
         self.gate_up_proj = ColumnParallelLinear(
@@ -36,7 +36,7 @@ class MLP(nn.Module):
             group,
             bias=config.mlp_bias,
             sequence_parallel=sequence_parallel,
-            name=f"model.layers.{layer}.{name}.down_proj",
+            name=f"{path or f'model.layers.{layer}.mlp'}.down_proj",
             dtype=dtype,
         )
 

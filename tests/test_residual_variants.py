@@ -4,6 +4,7 @@ Functions named check_* run on every rank.
 """
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -398,3 +399,53 @@ def test_the_plan_of_each_topology() -> None:
     assert [s.lag for layer in plan_layers(VARIANTS["ladder from layer 1"], 2) for s in layer] == [0, 0, 1, 1]
     assert plan_layers(PRESETS["deepnorm"].config, 8)[0][0].connection.skip_scale == 2.0
     assert plan_layers(PRESETS["lns"].config, 4)[3][0].input_scale == 0.5
+
+
+# ---- sums that are started early ----
+
+
+def check_early(group: TensorParallelGroup) -> None:
+    """Over gloo a ladder's sums are on their way while the next sublayer computes: the same values, the same number of collectives."""
+    config = config_of("ladder")
+    weights = variant_weights(config)
+    oracle = ResidualOracle(config, weights)
+    for sequence_parallel, boundary in product(("off", "on"), ("reference", "library")):
+        model = sharded(
+            config, group, weights, dtype=torch.float64, sequence_parallel=sequence_parallel, boundary=boundary
+        )
+        open_sums, most, started = [0], [0], group.start
+
+        def start(
+            *arguments: Any, counts: tuple[list[int], list[int]] = (open_sums, most), inner: Any = started
+        ) -> Any:
+            counts[0][0] += 1
+            counts[1][0] = max(counts[1][0], counts[0][0])
+            wait = inner(*arguments)
+
+            def end() -> torch.Tensor:
+                counts[0][0] -= 1
+                return wait()
+
+            return end
+
+        group.start = start  # type: ignore[method-assign]
+        try:
+            sums = 2 * config.num_hidden_layers + 1
+            allowed = (
+                {"all_reduce": sums} if sequence_parallel == "off" else {"reduce_scatter": sums, "all_gather": sums}
+            )
+            with torch.no_grad(), expect_collectives(group, **allowed):
+                local = model(TokenBatch.prefill(BATCH), NoCache()).local_logits
+            logits = model.lm_head.gather(local)
+        finally:
+            group.start = started  # type: ignore[method-assign]
+        assert open_sums == [0] and most == [2], "no sum was on its way during a sublayer"
+        assert relative_error(logits, oracle(BATCH).logits) < RTOL
+        if boundary == "reference":
+            with torch.enable_grad():
+                assert torch.equal(logits, logits_of(model)), "starting a sum early changed its bits"
+
+
+@pytest.mark.parametrize("tp_size", (2, 3))
+def test_ladder_sums_are_started_early(tp_size: int) -> None:
+    run_ranks(tp_size, check_early)

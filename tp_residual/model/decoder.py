@@ -323,6 +323,7 @@ class CausalLM(nn.Module):
                 gradients=sequence_parallel != "auto",
                 norms=() if self.model.norm is None else (self.model.norm.spec,),
                 joins=joins,
+                overlap=config.residual.topology == "ladder",
                 table=boundary_table,
             )
             for mode in modes

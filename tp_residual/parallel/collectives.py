@@ -21,7 +21,7 @@ from tp_residual.kernels.contract import widen
 from tp_residual.parallel.group import TensorParallelGroup, group_of
 from tp_residual.parallel.partial import Partial
 from tp_residual.parallel.splits import Split
-from tp_residual.parallel.transport import SumsInRankOrder, Transport
+from tp_residual.parallel.transport import StartsEarly, SumsInRankOrder, Transport
 
 LIBRARY = torch.library.Library("tp_residual", "DEF")
 
@@ -50,6 +50,48 @@ def summed_shard(group: TensorParallelGroup, x: Tensor, tag: str, dim: int, spli
     shape = list(x.shape)
     shape[dim] = max(split.sizes)
     return own.view(shape).narrow(dim, 0, split.size(group.rank))
+
+
+def starts_early(group: TensorParallelGroup) -> bool:
+    """Whether the group's collectives can be started ahead of their results."""
+    return group.size > 1 and isinstance(group.transport, StartsEarly)
+
+
+def start_summed(group: TensorParallelGroup, x: Tensor, tag: str, ordered: bool) -> Callable[[], Tensor]:
+    """`summed`, started; the group's transport must be one that `StartsEarly`."""
+    if not ordered:
+        return group.start("all_reduce", tag, widen(x), lambda transport, t: _early(transport).start_all_reduce(t))
+    return group.start("all_reduce", tag, x, _start_ordered_all_reduce)
+
+
+def start_summed_shard(
+    group: TensorParallelGroup, x: Tensor, tag: str, split: Split, ordered: bool
+) -> Callable[[], Tensor]:
+    """`summed_shard` of rows, started."""
+    chunks, own = _padded_chunks(x if ordered else widen(x), 0, split), split.size(group.rank)
+    if not ordered:
+        wait = group.start(
+            "reduce_scatter", tag, chunks, lambda transport, t: _early(transport).start_reduce_scatter(t)
+        )
+        return lambda: wait()[:own]
+    wait = group.start("reduce_scatter", tag, chunks, lambda transport, t: _early(transport).start_all_to_all(t))
+    return lambda: _rank_order_sum(wait(), group.size)[:own]
+
+
+def _early(transport: Transport) -> StartsEarly:
+    assert isinstance(transport, StartsEarly), "the caller has asked"
+    return transport
+
+
+def _start_ordered_all_reduce(transport: Transport, x: Tensor) -> Callable[[], Tensor]:
+    """As `_ordered_all_reduce`, the same bits. What is large is gathered at the end, when its sums are known."""
+    size, flat = transport.size, x.reshape(-1)
+    if flat.numel() * flat.element_size() <= _GATHER_BELOW_BYTES:
+        wait = _early(transport).start_all_gather(flat)
+        return lambda: _rank_order_sum(wait(), size).view(x.shape)
+    piece = -(-flat.numel() // size)
+    wait = _early(transport).start_all_to_all(_pad(flat, 0, piece * size))
+    return lambda: transport.all_gather(_rank_order_sum(wait(), size))[: flat.numel()].view(x.shape)
 
 
 def gathered(group: TensorParallelGroup, x_shard: Tensor, tag: str, dim: int, split: Split) -> Tensor:

@@ -229,15 +229,44 @@ class TensorParallelGroup:
                 out = collective(transport, x)
             except RuntimeError as error:
                 raise CollectiveError(self._explain(error)) from error
-            if self._watchdog is not None and not torch.cuda.is_current_stream_capturing():
-                event = torch.cuda.Event()
-                event.record()
-                self._watchdog.watch(str(record.last), event)
+            self._watch_device(str(record.last))
             record.in_flight = False
             self.counters.add(tag, kind, x.nbytes)
             return out
         finally:
             self._entered.release()
+
+    def start(
+        self, kind: str, tag: str, x: Tensor, begin: Callable[[Transport, Tensor], Callable[[], Tensor]]
+    ) -> Callable[[], Tensor]:
+        """As `run`, but `begin(transport, x)` only starts the collective. Returns what waits for it: called once, in the order started."""
+        ends: list[Callable[[], Tensor]] = []
+
+        def started(transport: Transport, x: Tensor) -> Tensor:
+            ends.append(begin(transport, x))
+            return x
+
+        self.run(kind, tag, x, started)
+        call = str(self.record.last)
+
+        def wait() -> Tensor:
+            self.record.since, self.record.waits_for = time.monotonic(), f"the end of {call}"
+            try:
+                out = ends[0]()
+            except RuntimeError as error:
+                raise CollectiveError(self._explain(error)) from error
+            finally:
+                self.record.waits_for = ""
+            self._watch_device(call)
+            return out
+
+        return wait
+
+    def _watch_device(self, call: str) -> None:
+        if self._watchdog is not None and not torch.cuda.is_current_stream_capturing():
+            event = torch.cuda.Event()
+            event.record()
+            self._watchdog.watch(call, event)
 
     # -- the side channel
 

@@ -42,6 +42,18 @@ class SumsInRankOrder(Protocol):
     def ordered_reduce_scatter(self, x: Tensor) -> Tensor: ...
 
 
+@runtime_checkable
+class StartsEarly(Protocol):
+    """A transport whose collectives run while their ranks compute. Each returns at once a function that waits for the result; it is called
+    once, in the order in which the collectives were started.
+    """
+
+    def start_all_reduce(self, x: Tensor) -> Callable[[], Tensor]: ...
+    def start_reduce_scatter(self, x: Tensor) -> Callable[[], Tensor]: ...
+    def start_all_gather(self, x: Tensor) -> Callable[[], Tensor]: ...
+    def start_all_to_all(self, x: Tensor) -> Callable[[], Tensor]: ...
+
+
 class TorchTransport:
     """A torch process group. Under gloo, every wait ends after the limit of the present phase with a RuntimeError.
 
@@ -55,29 +67,44 @@ class TorchTransport:
         self.limits = None if device.type == "cuda" else limits
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        out = x.clone()
-        self.wait(dist.all_reduce(out, group=self.process_group, async_op=True))
-        return out
+        return self.start_all_reduce(x)()
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
-        self.wait(_reduce_scatter(out, x, group=self.process_group, async_op=True))
-        return out
+        return self.start_reduce_scatter(x)()
 
     def all_gather(self, x: Tensor) -> Tensor:
-        out = x.new_empty((x.shape[0] * self.size, *x.shape[1:]))
-        self.wait(_all_gather(out, x, group=self.process_group, async_op=True))
-        return out
+        return self.start_all_gather(x)()
 
     def all_to_all(self, x: Tensor) -> Tensor:
+        return self.start_all_to_all(x)()
+
+    def start_all_reduce(self, x: Tensor) -> Callable[[], Tensor]:
+        out = x.clone()
+        return self._end(dist.all_reduce(out, group=self.process_group, async_op=True), x, out)
+
+    def start_reduce_scatter(self, x: Tensor) -> Callable[[], Tensor]:
+        out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
+        return self._end(_reduce_scatter(out, x, group=self.process_group, async_op=True), x, out)
+
+    def start_all_gather(self, x: Tensor) -> Callable[[], Tensor]:
+        out = x.new_empty((x.shape[0] * self.size, *x.shape[1:]))
+        return self._end(_all_gather(out, x, group=self.process_group, async_op=True), x, out)
+
+    def start_all_to_all(self, x: Tensor) -> Callable[[], Tensor]:
         out = torch.empty_like(x)
-        self.wait(dist.all_to_all_single(out, x, group=self.process_group, async_op=True))
-        return out
+        return self._end(dist.all_to_all_single(out, x, group=self.process_group, async_op=True), x, out)
 
     def broadcast(self, x: Tensor, root: int) -> Tensor:
         out = x.clone()
         self.wait(dist.broadcast(out, group_src=root, group=self.process_group, async_op=True))
         return out
+
+    def _end(self, work: dist.Work, x: Tensor, out: Tensor) -> Callable[[], Tensor]:
+        def wait(_keep: Tensor = x) -> Tensor:
+            self.wait(work)
+            return out
+
+        return wait
 
     def wait(self, work: dist.Work) -> None:
         if self.limits is None:

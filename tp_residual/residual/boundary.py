@@ -19,7 +19,14 @@ from torch import Tensor
 
 from tp_residual.errors import UserError
 from tp_residual.kernels.contract import NormSpec, column_sum, norm_backward, widen
-from tp_residual.parallel.collectives import LIBRARY, invariant_to_column_input, move
+from tp_residual.parallel.collectives import (
+    LIBRARY,
+    invariant_to_column_input,
+    move,
+    start_summed,
+    start_summed_shard,
+    starts_early,
+)
 from tp_residual.parallel.group import TensorParallelGroup
 from tp_residual.parallel.partial import Partial
 from tp_residual.parallel.splits import Split
@@ -70,7 +77,8 @@ class Boundary:
     choice: an executor's name, or `auto`: on CPU `shared` where the group has a segment, else `reference`, where the rank-order sum costs
     what gloo's all-reduce costs and is reproducible; on CUDA `symmetric` up to the size where `library` overtakes it; `table` overrides
     both. A forced choice that cannot answer one of `norms`, or one of `joins`, is a UserError, an automatic one falls back with one log
-    line. stream_dtype: of the residual; output_dtype: of the normed values (the weights' dtype).
+    line. overlap: sums are best started early, so that on CUDA `library` comes first.
+    stream_dtype: of the residual; output_dtype: of the normed values (the weights' dtype).
     """
 
     def __init__(
@@ -85,11 +93,12 @@ class Boundary:
         gradients: bool = True,
         norms: Sequence[NormSpec] = (),
         joins: Sequence[Join] = (),
+        overlap: bool = False,
         table: BoundaryTable | None = None,
     ) -> None:
         self.group, self.sequence_parallel = group, sequence_parallel
         self.stream_dtype, self.output_dtype = stream_dtype, output_dtype
-        self.round_reduced, self.gradients = round_reduced, gradients
+        self.round_reduced, self.gradients, self.overlap = round_reduced, gradients, overlap
         self.handle = next(_handles)
         self._splits: dict[int, Split] = {}
         self._requests: dict[tuple[bool, int, NormSpec | None, Result, Join], BoundaryRequest] = {}
@@ -162,13 +171,24 @@ class Boundary:
             )
             if ranges is not None:
                 yield BySize([(limit, EXECUTORS[name]) for limit, name in ranges]), f"measured: {table}"
-        if cuda:
+        if cuda and not self.overlap:
             limit = symmetric_limit_bytes()
             yield BySize([(limit, EXECUTORS["symmetric"]), (math.inf, EXECUTORS["library"])]), "by size"
+        if cuda:
             yield EXECUTORS["library"], "default"
         elif group.transport_name == "shared":
             yield EXECUTORS["shared"], "ranks of one host"
         yield EXECUTORS["reference"], "default"
+
+    def start_sum(self, tokens: int, partial: Tensor, tag: str) -> Callable[[], Tensor] | None:
+        """Begin to complete a sum: what waits for it and returns it wide, in the stream's layout, without the partial's bias. None where
+        the executor does not let it be taken apart, or its transport only waits.
+        """
+        if not isinstance(self.executor, PlainExecutor) or not starts_early(self.group):
+            return None
+        if self.sequence_parallel:
+            return start_summed_shard(self.group, partial, tag, self.token_split(tokens), self.executor.ordered)
+        return start_summed(self.group, partial, tag, self.executor.ordered)
 
     @property
     def mode(self) -> str:

@@ -7,6 +7,8 @@ A layer maps stream to stream and says nothing about collectives. Checkpointing,
 How an update joins the residual is its `Connection`, given to `write`; the read that completes the update carries it out.
 """
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -15,7 +17,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tp_residual.errors import LayoutError
-from tp_residual.kernels.add_norm import add_norm
+from tp_residual.kernels.add_norm import add_norm, compute
+from tp_residual.kernels.add_norm_operands import Operands
 from tp_residual.kernels.contract import AddNormSpec, widen
 from tp_residual.parallel.collectives import (
     invariant_to_column_input,
@@ -36,6 +39,7 @@ from tp_residual.residual.boundary import (
 )
 from tp_residual.residual.connection import Connection
 from tp_residual.residual.norms import RMSNorm
+from tp_residual.residual.request import PLAIN
 
 
 class Layout(StrEnum):
@@ -49,12 +53,13 @@ class Layout(StrEnum):
 class Owed:
     """One update that is written and not yet completed. connection: how it joins the residual; None: it is added.
 
-    apart: a later write does not join its sum, since a read in between may leave it out.
+    apart: a later write does not join its sum, since a read in between may leave it out. arriving: waits for its sum, if it was started.
     """
 
     partial: Partial
     connection: Connection | None = None
     apart: bool = False
+    arriving: Callable[[], Tensor] | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -110,7 +115,7 @@ class Stream:
 
     def write(self, update: Partial, connection: Connection | None = None, *, apart: bool = False) -> "Stream":
         """Owe `update`, which is to join the residual by `connection`. Two plain writes without a read between them are one sum, so one
-        collective, unless they are kept `apart`.
+        collective, unless they are kept `apart`: then the sum is started now, where that is possible and nothing is differentiated.
         """
         _check_partial(update, self.boundary, "Stream.write")
         if update.shape[0] != self.tokens:
@@ -125,7 +130,10 @@ class Stream:
         self._use(f"write({update.source})")
         if connection is not None and connection.carries_skip:
             update = connection.write(self._complete_residual(update.source), update)
-        new = Owed(update, connection, apart)
+        arriving = None
+        if apart and not is_observed(update.value):
+            arriving = self.boundary.start_sum(self.tokens, update.value, update.source)
+        new = Owed(update, connection, apart, arriving)
         if self.owed and self.owed[-1].is_plain and new.is_plain and not (self.owed[-1].apart or apart):
             return self._with(self.residual, (*self.owed[:-1], Owed(self.owed[-1].partial + update)))
         return self._with(self.residual, (*self.owed, new))
@@ -179,7 +187,9 @@ class Stream:
         connection = None if owed is None else owed.connection
         post = None if connection is None else connection.post_norm
         partial = None if owed is None else owed.partial
-        if connection is None or connection.is_plain:
+        if owed is not None and owed.arriving is not None:
+            new, read = self._arrived(residual, owed, owed.arriving, norm, result)
+        elif connection is None or connection.is_plain:
             new, read = self._plain(residual, partial, norm, result)
         elif (
             connection.is_static
@@ -232,17 +242,44 @@ class Stream:
             new = read[slice(*self.boundary.token_split(self.tokens).ranges[self.boundary.group.rank])]
         return self._plain(new, None, norm, result) if norm is not None else (new, read)
 
-    def _composed(
-        self, residual: Tensor | None, partial: Partial, connection: Connection, norm: RMSNorm | None, result: Result
+    def _arrived(
+        self,
+        residual: Tensor | None,
+        owed: Owed,
+        arriving: Callable[[], Tensor],
+        norm: RMSNorm | None,
+        result: Result,
     ) -> tuple[Tensor, Tensor]:
-        """By moves and differentiable arithmetic: whatever a connection may be, with gradients."""
+        """A sum that was started: wait for it, then what is left is local."""
+        boundary, connection, began = self.boundary, owed.connection, time.perf_counter()
+        update = arriving()
+        boundary.group.counters.boundary_s += time.perf_counter() - began
+        if connection is not None and (not connection.is_static or connection.post_norm is not None):
+            return self._composed(residual, owed.partial, connection, norm, result, update)
+        join = PLAIN if connection is None else connection.join
+        request = boundary.request(residual is not None, 1, None, "raw", join)
+        update_norm = None if connection is None else connection.update_norm
+        parameters = (None, None) if update_norm is None else (update_norm.weight, update_norm.bias)
+        new, _ = compute(request.add_norm_spec(), Operands(residual, update, owed.partial.bias, *parameters))
+        return self._plain(new, None, norm, result)
+
+    def _composed(
+        self,
+        residual: Tensor | None,
+        partial: Partial,
+        connection: Connection,
+        norm: RMSNorm | None,
+        result: Result,
+        update: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """By moves and differentiable arithmetic: whatever a connection may be, with gradients. update: the sum, if it is complete."""
         boundary, ordered = self.boundary, self.boundary.executor.ordered
         wide = Partial(widen(partial.value), partial.group, partial.source)
         tag = norm.name if norm is not None else "complete"
-        if boundary.sequence_parallel:
+        if update is None and boundary.sequence_parallel:
             split = boundary.token_split(self.tokens)
             update = partial_to_token_shard(wide, split, tag=tag, ordered=ordered)
-        else:
+        elif update is None:
             update = partial_to_invariant(wide, tag=tag, ordered=ordered)
         if partial.bias is not None:
             update = update + widen(partial.bias)

@@ -164,7 +164,7 @@ def audit(
                 "ranks": ranks,
                 "imbalance": max(weights) * tp_size / sum(weights),
                 "blocks": blocks,
-                "collectives_per_layer": _collectives(config, tp_size, itemsize),
+                "collectives_per_layer": _collectives(layout, itemsize),
                 "tokens": tokens,
                 "sequences": sequences,
                 "context": context,
@@ -210,16 +210,18 @@ def _layer_width(layout: ModelLayout, rank: int) -> int:
     return 2 * layout.config.hidden_size + max(attention, 3 * layout.intermediate.size(rank))
 
 
-def _collectives(config: ModelConfig, tp_size: int, itemsize: int) -> dict[str, tuple[Collective, ...]]:
+def _collectives(layout: ModelLayout, itemsize: int) -> dict[str, tuple[Collective, ...]]:
     """Of one layer. A ring all-reduce sends 2 (n - 1) / n of its payload a rank, a reduce-scatter or all-gather (n - 1) / n."""
+    tp_size = layout.tp_size
     if tp_size == 1:
         return {"tensor_parallel": (), "sequence_parallel": ()}
-    payload, ring = config.hidden_size * itemsize, (tp_size - 1) / tp_size
+    sums, ring = len(layout.plan[0]), (tp_size - 1) / tp_size
+    payload = sums * layout.config.hidden_size * itemsize
     return {
-        "tensor_parallel": (Collective("all_reduce", 2, 2 * payload, 4 * ring * payload),),
+        "tensor_parallel": (Collective("all_reduce", sums, payload, 2 * ring * payload),),
         "sequence_parallel": (
-            Collective("reduce_scatter", 2, 2 * payload, 2 * ring * payload),
-            Collective("all_gather", 2, 2 * payload // tp_size, 2 * ring * payload),
+            Collective("reduce_scatter", sums, payload, ring * payload),
+            Collective("all_gather", sums, payload // tp_size, ring * payload),
         ),
     }
 

@@ -47,6 +47,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     _add_audit(commands)
     _add_verify(commands)
     _add_compare(commands)
+    _add_lens(commands)
+    _add_explain(commands)
     _add_env(commands)
     _add_bench(commands)
     return parser.parse_args(argv)
@@ -155,6 +157,22 @@ def _add_audit(commands: Commands) -> None:
     command.add_argument("--json", action="store_true", help="one JSON object, blocks included")
 
 
+def _add_explain(commands: Commands) -> None:
+    command = commands.add_parser(
+        "explain",
+        help="what a residual connection means and costs",
+        description="Equation, collectives, kernel, gradients to be summed and memory of a residual connection: no ranks, no weights.",
+        allow_abbrev=False,
+    )
+    command.add_argument("--residual", metavar="PRESET", help="a residual connection by name")
+    command.add_argument("--model", metavar="DIR_OR_ID", help="the one that a model's config.json asks for")
+    command.add_argument("--all", action="store_true", help="every preset, a line each")
+    command.add_argument(
+        "--tp", type=int, default=2, metavar="N", help="of the counts by rule, with --model (default 2)"
+    )
+    command.add_argument("--json", action="store_true", help="JSON instead of tables")
+
+
 def _add_verify(commands: Commands) -> None:
     command = commands.add_parser(
         "verify",
@@ -191,6 +209,39 @@ def _add_compare(commands: Commands) -> None:
     command.add_argument("dump_b", metavar="DIR_B")
     command.add_argument("--limit", type=float, metavar="X", help="of a token's relative error (default: by dtype)")
     command.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+
+
+def _add_lens(commands: Commands) -> None:
+    command = commands.add_parser(
+        "lens",
+        help="look into the residual stream: norms, who wrote what, what the stream says layer by layer",
+        description="Norms and writes by layer, shares of the final stream and of one logit (by head), and the logit lens.",
+        epilog="Nothing is gathered to look at it but the rows that are shown; sums that do not hold are said in red.",
+        allow_abbrev=False,
+    )
+    _add_model(command)
+    prompts = command.add_argument_group("prompts (each may be repeated)")
+    prompts.add_argument("--prompt", action="append", default=[], metavar="TEXT")
+    prompts.add_argument("--input-ids", action="append", default=[], metavar="1,2,3", help="token ids instead of text")
+    prompts.add_argument("--prompt-file", metavar="FILE", help='one {"prompt": ...} or {"prompt_ids": [...]} a line')
+    prompts.add_argument("--chat", action="store_true", help="each prompt is a user message in the chat template")
+    what = command.add_argument_group("what to look at")
+    what.add_argument("--position", type=int, default=-1, metavar="N", help="whose logit (default -1: the last)")
+    what.add_argument("--token", metavar="TEXT", help="whose logit is taken apart (default: the likeliest)")
+    what.add_argument("--token-id", type=int, metavar="ID", help="the same by id")
+    what.add_argument("--versus", metavar="TEXT", help="minus the logit of this token")
+    what.add_argument("--versus-id", type=int, metavar="ID", help="the same by id")
+    what.add_argument("--top", type=int, default=5, metavar="K", help="likeliest tokens of each layer (default 5)")
+    what.add_argument("--layers", metavar="A:B", help="show only layers A to B - 1")
+    what.add_argument("--window", type=int, default=12, metavar="N", help="positions of the logit lens (default 12)")
+    files = command.add_argument_group("files")
+    files.add_argument("--output", metavar="FILE", help="everything as JSON")
+    files.add_argument(
+        "--plot", metavar="PATH", help="FILE.png, or a folder for one picture of each kind (needs `plot`)"
+    )
+    _add_layout(command, sequence_parallel="off")
+    _add_machine(command)
+    command.add_argument("--json", action="store_true", help="one JSON object instead of tables")
 
 
 def _add_env(commands: Commands) -> None:
@@ -313,6 +364,14 @@ def _add_layout(command: argparse.ArgumentParser, *, sequence_parallel: str, rep
     layout = command.add_argument_group("layout and numerics")
     layout.add_argument(
         "--weights", metavar="random:SEED", help="from a seed; only config.json is read (default: the checkpoint)"
+    )
+    layout.add_argument(
+        "--residual",
+        metavar="PRESET",
+        help="another residual connection (see explain --all; default: the checkpoint's)",
+    )
+    layout.add_argument(
+        "--force-residual", action="store_true", help="also on weights that were trained with another one"
     )
     layout.add_argument(
         "--tp", type=int, metavar="N", help="tensor-parallel size (default: torchrun's world size, or 1)"

@@ -23,6 +23,7 @@ from tp_residual.cli.spawn import run_ranks_here
 from tp_residual.errors import RequestError
 from tp_residual.model.config import ModelConfig
 from tp_residual.parallel.splits import check_heads
+from tp_residual.residual.config import PRE_NORM, ResidualConfig
 from tp_residual.residual.table import BoundaryTable
 
 if TYPE_CHECKING:
@@ -48,6 +49,12 @@ def check_shared_session(arguments: argparse.Namespace) -> tuple[ModelConfig, in
     threads_per_rank(arguments.threads)
     parse_timeouts(arguments.timeout)
     config = ModelConfig.from_dir(arguments.model)
+    if arguments.residual is not None:
+        config = config.with_residual(
+            ResidualConfig.preset(arguments.residual),
+            trained=parse_weights(arguments.weights) is None,
+            force=arguments.force_residual,
+        )
     check_heads(config.num_attention_heads, tp_size)
     if parse_weights(arguments.weights) is None:
         CheckpointFiles.open(arguments.model)
@@ -137,9 +144,13 @@ def open_session(arguments: argparse.Namespace, config: ModelConfig, *, replicas
             boundary_table=table,
             round_reduced=arguments.round_reduced,
             random_seed=parse_weights(arguments.weights),
+            residual=config.residual,
+            force_residual=True,  # it has been checked
             progress=progress,
         )
-    model.requires_grad_(False)
+    model.requires_grad_(False).eval()
+    if world.rank == 0 and config.residual != PRE_NORM:
+        print(f"residual: {config.residual.name} {config.residual.to_dict()}", file=sys.stderr)
     if world.rank == 0:
         for (old, new), count in loaded.casts.items():
             print(f"cast {count} tensors from {old} to {new}", file=sys.stderr)

@@ -18,6 +18,7 @@ from tp_residual.cli.session import Session, become_ranks, check_session, open_s
 from tp_residual.errors import RequestError, VerificationFailed
 from tp_residual.inference.tokenizer import Tokenizer
 from tp_residual.model.config import ModelConfig
+from tp_residual.residual.config import PRE_NORM
 from tp_residual.verify.folders import check_dump_target
 
 if TYPE_CHECKING:
@@ -47,6 +48,11 @@ def main(arguments: argparse.Namespace, argv: list[str]) -> None:
 
 def prepare(arguments: argparse.Namespace) -> Job:
     config, tp_size = check_session(arguments)
+    if config.residual != PRE_NORM and arguments.against is None:
+        raise RequestError(
+            f"verify compares with an unsharded Pre-Norm model, and this one has residual {config.residual.name}; "
+            "use verify --against reference, or doctor"
+        )
     if arguments.prompt and arguments.seq_len is not None:
         raise RequestError("--prompt and --seq-len exclude each other: text, or that many random ids")
     if arguments.chat and not arguments.prompt:

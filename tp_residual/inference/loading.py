@@ -12,6 +12,7 @@ from tp_residual.model.config import ModelConfig
 from tp_residual.model.decoder import CausalLM
 from tp_residual.parallel.blocks import parameter_blocks
 from tp_residual.parallel.group import TensorParallelGroup
+from tp_residual.residual.config import ResidualConfig
 from tp_residual.residual.table import BoundaryTable
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -28,15 +29,20 @@ def load_model(
     boundary_table: BoundaryTable | None = None,
     round_reduced: bool = False,
     random_seed: int | None = None,
+    residual: ResidualConfig | None = None,
+    force_residual: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[CausalLM, LoadReport]:
     """dtype: of the weights, the checkpoint's config unless given; the other options as in `CausalLM`. progress(bytes done, bytes).
 
-    random_seed: weights from that seed instead of the checkpoint's; config.json is then all that is read.
+    random_seed: weights from that seed instead of the checkpoint's; config.json is then all that is read. residual: another connection than
+    the checkpoint was trained with, which only force_residual lets pass.
 
     Raises ConfigError, SplitError or CheckpointError on every rank, before a weight is read.
     """
     config = ModelConfig.from_dir(model_dir)
+    if residual is not None:
+        config = config.with_residual(residual, trained=random_seed is None, force=force_residual)
     files = CheckpointFiles.open(model_dir) if random_seed is None else None
     model = CausalLM(
         config,

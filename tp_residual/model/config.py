@@ -146,6 +146,18 @@ class ModelConfig:
                 legal = f"0 to {self.vocab_size - 1}"
                 raise ConfigError(f"{name}={show(value)} is outside the vocabulary; use {legal}, or null for none")
 
+    def with_residual(self, residual: ResidualConfig, *, trained: bool, force: bool = False) -> "ModelConfig":
+        """The same with another residual connection. trained: there are weights that were made for this one.
+
+        Raises ConfigError then, unless forced: the other is another model, not an approximation of this one.
+        """
+        if residual != self.residual and trained and not force:
+            raise ConfigError(
+                f"these weights were trained with residual {self.residual.name}, and residual {residual.name} is another model, not an "
+                "approximation of it; leave --residual out, take --weights random:SEED, or force it with --force-residual"
+            )
+        return replace(self, residual=residual)
+
     def with_layers(self, count: int) -> "ModelConfig":
         """The same with another depth; layers look through the windows that the first ones have."""
         windows = (self.sliding_window * count)[:count]

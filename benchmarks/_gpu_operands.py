@@ -110,13 +110,13 @@ def triton_kernels(device: torch.device) -> Iterator[None]:
 
     Raises RuntimeError where it would not.
     """
-    chosen = public._implementation
+    chosen = public.implementation
     if device.type != "cuda":
-        public._implementation = lambda *_: "triton"
+        public.implementation = lambda *_: "triton"
     try:
         rows = torch.zeros(1, 8, device=device)
-        if (taken := public._implementation(AddNormSpec(FP32, FP32), rows, ())) != "triton":
+        if (taken := public.implementation(AddNormSpec(FP32, FP32), rows, ())) != "triton":
             raise RuntimeError(f"add_norm on {device} runs {taken!r} and not Triton's kernels; is Triton installed?")
         yield
     finally:
-        public._implementation = chosen
+        public.implementation = chosen

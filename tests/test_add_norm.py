@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tp_residual.errors import UserError
-from tp_residual.kernels import contract
+from tp_residual.kernels import contract, cpu
 from tp_residual.kernels.add_norm import add_norm, fused_add_rmsnorm
 from tp_residual.kernels.add_norm_operands import Operands, overlap
 from tp_residual.kernels.contract import AddNormSpec, NormSpec
@@ -285,6 +285,23 @@ SPEC = AddNormSpec(FP32, FP32, RMS)
         (lambda: fused_add_rmsnorm(x(2, 8), x(2, 8), x(8), -1e-6), "eps=-1e-06"),
         (lambda: fused_add_rmsnorm(x(2, 8, dtype=torch.int8), x(2, 8), x(8)), "input has dtype int8"),
         (lambda: fused_add_rmsnorm(x(2, 0), x(2, 0), x(0)), "hidden size 0"),
+        (lambda: fused_add_rmsnorm(x(2, 8), x(2, 8), x(8), 1e-50), "eps=1e-50, which is not above 0 and finite in float32"),
+        (lambda: fused_add_rmsnorm(x(2, 8), x(2, 8), x(8), float("inf")), "eps=inf, which is not above 0 and finite"),
+        (lambda: add_norm(replace(SPEC, norm=NormSpec(1e39)), x(2, 8), None, weight=x(8)), "eps=1e\\+39, which is not above 0 and finite"),
+        (lambda: fused_add_rmsnorm(x(2, 8), x(2, 8), x(8), weight_offset=float("nan")), "weight_offset=nan is not finite in float32"),
+        (lambda: NormSpec(1e-6, weight_offset=1e39), "weight_offset=1e\\+39 is not finite in float32"),
+        (lambda: NormSpec(1e-6, "batch"), "kind='batch' is not a norm that is known; use 'rms' or 'layer'"),  # type: ignore[arg-type]
+        (lambda: NormSpec("1e-6"), "eps='1e-6' is a str, not a number"),  # type: ignore[arg-type]
+        (lambda: NormSpec(x(1)), "eps=tensor.* is a Tensor, not a number"),  # type: ignore[arg-type]
+        (lambda: fused_add_rmsnorm(x(2, 8), x(2, 8), x(8), "1e-6"), "eps='1e-6' is a str, not a number"),  # type: ignore[arg-type]
+        (lambda: fused_add_rmsnorm(x(2, 8), x(2, 8), x(8), weight_offset=None), "weight_offset=None is a NoneType"),  # type: ignore[arg-type]
+        (lambda: fused_add_rmsnorm(x(2, 8).numpy(), x(2, 8), x(8)), "input is a numpy.ndarray, not a torch.Tensor"),  # type: ignore[arg-type]
+        (lambda: fused_add_rmsnorm(x(2, 8), [[0.0] * 8], x(8)), "residual is a list, not a torch.Tensor; convert it"),  # type: ignore[arg-type]
+        (lambda: fused_add_rmsnorm(x(2, 8), x(2, 8), None), "weight=None with spec.norm"),  # type: ignore[arg-type]
+        (lambda: fused_add_rmsnorm(x(2, 8), x(2, 8).to_sparse(), x(8)), "residual has layout sparse_coo.*to_dense"),
+        (lambda: add_norm(SPEC, x(2, 8), x(2, 8), weight=x(8).numpy()), "weight is a numpy.ndarray"),  # type: ignore[arg-type]
+        (lambda: add_norm(SPEC, x(2, 8), x(2, 8).to_sparse(), weight=x(8)), "update has layout sparse_coo"),
+        (lambda: add_norm(SPEC, x(2, 8), x(2, 8), weight=x(8), normed_out=3.0), "normed_out is a float"),  # type: ignore[arg-type]
     ],
 )  # fmt: skip
 def test_errors_name_value_relation_and_way_out(run: Callable[[], Any], message: str) -> None:
@@ -310,6 +327,33 @@ def test_overlapping_memory_is_refused_and_left_alone() -> None:
     with pytest.raises(UserError, match="overlaps weight"):
         add_norm(SPEC, random(2, 8, seed=1), random(2, 8, seed=2), weight=buffer[1], residual_out=buffer[:2])
     assert torch.equal(buffer, before)
+
+
+def test_operands_like_those_that_passed_are_still_looked_at() -> None:
+    """The short checks of a repeated call: nothing that the long ones refuse gets by, and nothing is written."""
+    for _ in range(2):
+        test_overlapping_memory_is_refused_and_left_alone()
+        fused_add_rmsnorm(x(4, 8), x(4, 8), x(8))
+        fused_add_rmsnorm(x(6, 8), x(6, 8), x(8))
+        fused_add_rmsnorm(x(4, 5), x(4, 5), x(5))
+        buffer = random(4, 8, seed=1)
+        with pytest.raises(UserError, match=r"weight must be \[8\]"):
+            fused_add_rmsnorm(x(4, 8), buffer, x(5))
+        with pytest.raises(UserError, match="residual overlaps weight"):
+            fused_add_rmsnorm(x(4, 8), buffer, buffer[1])
+        with pytest.raises(UserError, match="requires_grad"):
+            fused_add_rmsnorm(x(4, 8), buffer, x(8).requires_grad_())
+        assert torch.equal(buffer, random(4, 8, seed=1))
+
+
+def test_what_the_kernel_below_lets_pass_is_refused_here() -> None:
+    """It ignores what belongs to an update that is not given; here that is an error, also after such a call has passed there."""
+    rows, weight, bias, outs = x(2, 8), x(8), x(8), (x(2, 8), x(2, 8))
+    if cpu.unavailable() is None:
+        for _ in range(2):
+            cpu.add_norm(SPEC, rows, None, residual_out=outs[0], normed_out=outs[1], weight=weight, update_bias=bias)
+    with pytest.raises(UserError, match="give an update"):
+        add_norm(SPEC, rows, None, weight=weight, update_bias=bias, residual_out=outs[0], normed_out=outs[1])
 
 
 @pytest.mark.parametrize("width", [8, 11])
@@ -376,8 +420,16 @@ def test_a_compiled_backward_has_the_same_bits() -> None:
     assert_equal(*gradients)
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_torch_func_batches_it() -> None:
+    residual, update, weight = random(3, 4, 8, seed=1), random(3, 4, 8, seed=2), random(8, seed=3)
+    run = torch.func.vmap(lambda r, u: add_norm(SPEC, r, u, weight=weight))
+    expected = [contract.add_norm(SPEC, r, u, weight=weight) for r, u in zip(residual, update, strict=True)]
+    assert_equal(run(residual, update), tuple(map(torch.stack, zip(*expected, strict=True))))
+
+
 def test_the_operators_keep_what_their_schemas_say() -> None:
-    from tp_residual.kernels.add_norm import _scalars
+    from tp_residual.kernels.add_norm import _number, _scalars
 
     spec = AddNormSpec(FP32, FP32, NormSpec(1e-2), NormSpec(1e-2, "layer"), 0.3, 1.7)
     operands = [None if t is None else t.requires_grad_() for t in operands_of(spec, 4, 6)]
@@ -386,6 +438,9 @@ def test_the_operators_keep_what_their_schemas_say() -> None:
     plain = [None if t is None else t.detach() for t in operands]
     torch.library.opcheck(
         ops.add_norm_out.default, (*plain, *_scalars(spec), False, torch.empty(4, 6), torch.empty(4, 6))
+    )
+    torch.library.opcheck(
+        ops.add_norm_call.default, (*plain, _number(spec), False, torch.empty(4, 6), torch.empty(4, 6))
     )
     torch.library.opcheck(ops.fused_add_rmsnorm.default, (plain[0].clone(), plain[1].clone(), plain[5], 1e-6, 0.0))
     wanted = [True] * 4 + [False, True, False]

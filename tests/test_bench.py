@@ -20,19 +20,20 @@ from torch import Tensor
 
 from tp_residual.bench import boundary as boundary_benchmark
 from tp_residual.bench import collectives as collectives_benchmark
+from tp_residual.bench import request as request_module
 from tp_residual.bench.add_norm import measure_add_norm
 from tp_residual.bench.boundary import link_passes, measure_boundary, passes
 from tp_residual.bench.choice import crossovers, dispatch_table
 from tp_residual.bench.collectives import bus_factor, measure_collectives, transports
 from tp_residual.bench.compare import Comparison
 from tp_residual.bench.machine import last_level_cache_bytes
-from tp_residual.bench.request import COLLECTIVES, CollectivesRequest, Rules, ShapesRequest, parse_size
+from tp_residual.bench.request import COLLECTIVES, EXECUTORS, CollectivesRequest, Rules, ShapesRequest, parse_size
 from tp_residual.bench.results import IDENTITY, Result
 from tp_residual.bench.shapes import wrong_elements
 from tp_residual.bench.timing import Candidate, Clock, Samples, percentile, ratio
 from tp_residual.cli import main
 from tp_residual.errors import VerificationFailed
-from tp_residual.kernels import contract
+from tp_residual.kernels import build, contract
 from tp_residual.kernels.add_norm import add_norm
 from tp_residual.parallel.group import TensorParallelGroup
 from tp_residual.parallel.transport import TorchTransport, Transport
@@ -73,6 +74,14 @@ BAD = {
     "boundary --tokens 1,x": "--tokens '1,x' is not a list of whole numbers",
     "boundary --tokens 0": "--tokens 0 must be at least 1",
     "boundary --hidden -8": "--hidden -8 must be at least 1",
+    "boundary --boundary librery": "--boundary 'librery' is not one of reference, library, shared, symmetric, local",
+    "boundary --tp 2 --tokens 3,99999999 --hidden 8,4096": "--tokens 99999999 --hidden 4096 on each of 2 ranks needs at least",
+    "add-norm --tokens 99999999 --hidden 4096": " bytes and this machine has ",
+    "bandwidth --gemm-size 999999": "--gemm-size 999999 needs at least 17999964000018 bytes and this machine has ",
+    "bandwidth --bytes 999999G": "--bytes 1073740750258176 needs at least",
+    "collectives --tp 2 --max-bytes 999999G": "--max-bytes 1073740750258176 on each of 2 ranks needs at least",
+    "bandwidth --plot x.jpg": "--plot x.jpg does not end in one of .png, .pdf, .svg",
+    "bandwidth --plot x": "--plot x does not end in one of .png, .pdf, .svg",
     "boundary --output /nowhere/x": "--output /nowhere/x cannot be written: No such file or directory (/nowhere)",
     "boundary --tune /": "--tune / is a folder; name a file in it",
     "boundary --output same --csv ./same": "two of --output, --csv, --plot and --tune name the same file",
@@ -535,6 +544,13 @@ def test_add_norm_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFi
         assert row["released"] == "alone" and row["ranks"] == 1
 
 
+def test_a_picture_is_what_its_name_says(tmp_path: Path) -> None:
+    for name, begins in (("x.svg", b"<?xml"), ("x.PDF", b"%PDF")):
+        shape = ("--tokens", "3", "--hidden", "8", "--threads", "1")
+        assert main(["bench", "add-norm", *shape, *COMMON, "--plot", str(tmp_path / name)]) == 0
+        assert (tmp_path / name).read_bytes().startswith(begins)
+
+
 @pytest.mark.slow
 def test_torch_compile_is_one_of_the_forms() -> None:
     out = run_bench("add-norm", "--tokens", "3", "--hidden", "8", "--threads", "1", "--compile", *COMMON)
@@ -625,17 +641,47 @@ def test_boundary_from_the_command_line_writes_a_dispatch_table(tmp_path: Path) 
 
 
 def test_one_that_cannot_run_is_refused_with_its_reason_by_every_rank() -> None:
-    for question, option in (("collectives", "--transport"), ("boundary", "--boundary")):
-        name = {"collectives": "nccl", "boundary": "librery"}[question]
-        done = subprocess.run(
-            [sys.executable, "-m", "tp_residual", "bench", question, "--tp", "2", option, name],
-            capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
-        assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
-        reason = (
-            "cannot run here: the ranks are on cpu" if question == "collectives" else "is not one of reference, library"
-        )
-        assert done.stderr.count(reason) == 2
+    done = subprocess.run(
+        [sys.executable, "-m", "tp_residual", "bench", "collectives", "--tp", "2", "--transport", "nccl"],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
+    assert done.stderr.count("cannot run here: the ranks are on cpu") == 2
+
+
+def test_the_names_of_executors_are_those_that_are_registered() -> None:
+    assert EXECUTORS == tuple(boundaries.EXECUTORS)
+
+
+def test_memory_is_the_containers_where_that_is_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {
+        "/proc/meminfo": {"MemAvailable:": "1000"},
+        "/sys/fs/cgroup/memory.max": {"500000": ""},
+        "/sys/fs/cgroup/memory.stat": {"anon": "100000", "file": "390000"},
+    }
+    monkeypatch.setattr(request_module, "_fields", lambda path: files[path])
+    assert request_module.available_host_bytes() == 400_000
+    files["/sys/fs/cgroup/memory.max"] = {"max": ""}
+    assert request_module.available_host_bytes() == 1_024_000
+
+
+def test_without_compiled_kernels_the_fused_form_says_what_it_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "result.json"
+    command = ["bench", "add-norm", "--tokens", "3", "--hidden", "8", "--threads", "1", *COMMON, "--output", str(path)]
+    monkeypatch.setattr(build, "_result", lambda: build.BuildError("CXX=nonsense names no program"))
+    assert main(command) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "not here: the compiled kernels, so that `fused` is plain torch: CXX=nonsense names no program" in out
+    assert "fused (plain) contract" in out
+    ran = {row["form"]: row["implementation"] for row in json.loads(path.read_text())["rows"]}
+    assert ran == {"fused": "plain", "fused, into": "plain", "add, rms_norm": "torch", "separate": "torch"}
+    monkeypatch.undo()
+    if build.unavailable() is None:
+        assert main(command) == 0
+        assert "(plain)" not in capsys.readouterr().out
+        assert json.loads(path.read_text())["rows"][0]["implementation"] == "cpu"
 
 
 # ---- compare
@@ -704,6 +750,34 @@ def test_two_files_are_compared_against_their_spread(tmp_path: Path, capsys: pyt
     )
     assert main(["bench", "compare", old, slow_machine, "--fail-over", "0"]) == 0
     assert capsys.readouterr().out.count("machine") == 4 + 1  # rows, and the line below the table
+
+
+def test_damaged_files_are_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = result(tmp_path / "old.json", {"a": [1.0, 2.0, 3.0, 2.0]})
+    fields = json.loads(Path(old).read_text())
+    row = fields["rows"][0]
+    damages: dict[str, dict[str, Any]] = {
+        "row 0 has samples_us=None, not a list with times": {
+            "rows": [{k: v for k, v in row.items() if k != "samples_us"}]
+        },
+        "row 0 has samples_us=[], not a list": {"rows": [row | {"samples_us": []}]},
+        "row 0 has samples_us=[None], not a list": {"rows": [row | {"samples_us": [None]}]},
+        "row 0 has '1' among its samples_us": {"rows": [row | {"samples_us": [1.0, "1"]}]},
+        "row 0 has 0.0 among its limit_samples_us": {"rows": [row | {"limit_samples_us": [1.0, 0.0]}]},
+        "row 0 has p50_us='fast', which is no time": {"rows": [row | {"p50_us": "fast"}]},
+        "row 0 has tokens=[1], which is no name": {"rows": [row | {"tokens": [1]}]},
+        "row 0 has limit=None": {"rows": [row | {"limit": None}]},
+        "row 1 is 3, not an object": {"rows": [row, 3]},
+        "rows is no list of measurements": {"rows": []},
+        "settings is None, not an object": {"settings": None},
+        "hardware is [], not an object": {"hardware": []},
+    }
+    for message, damage in damages.items():
+        (tmp_path / "new.json").write_text(json.dumps(fields | damage))
+        for files in ((old, str(tmp_path / "new.json")), (str(tmp_path / "new.json"), old)):
+            assert main(["bench", "compare", *files]) == 2
+            stderr = capsys.readouterr().err
+            assert message in stderr and "measure again" in stderr and stderr.count("\n") == 1, (message, stderr)
 
 
 def test_unlike_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

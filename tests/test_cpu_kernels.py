@@ -395,6 +395,14 @@ def refusals() -> dict[str, tuple[dict, str]]:
         "order": ({"order": "exact"}, "order='exact'"),
         "threads": ({"threads": 0}, "threads=0"),
         "eps": ({"spec": AddNormSpec(F32, F32, NormSpec(0.0))}, "eps=0.0 must be above 0"),
+        "eps in fp32": ({"spec": AddNormSpec(F32, F32, NormSpec(1e-50))}, "eps=1e-50 must be above 0 and finite in"),
+        "a list": ({"update": [[0.0] * 8]}, "update is a list, not a torch.Tensor"),
+        "sparse": ({"residual": rows.to_sparse()}, "residual has layout sparse_coo"),
+        "an output in numpy": ({"normed_out": rows.numpy()}, "normed_out is a numpy.ndarray"),
+        "no outputs": (
+            {"residual_out": None, "normed_out": None, "spec": AddNormSpec(F32, F32)},
+            "both None, which leaves",
+        ),
         "shifted": (
             {"residual": shared[:32].view(4, 8), "residual_out": shared[8:40].view(4, 8)},
             "residual_out overlaps residual without being the same memory",
@@ -423,6 +431,52 @@ def test_operands_that_do_not_fit_are_refused_by_name(what: str) -> None:
         cpu.add_norm(**call | change)
 
 
+@pytest.mark.parametrize("what", refusals())
+def test_a_call_like_one_that_passed_is_still_refused(what: str) -> None:
+    """What is remembered of a call is its operands' presence and dtypes: sizes, places and memory are looked at each time."""
+    cpu._known.clear()
+    test_operands_that_do_not_fit_are_refused_by_name(what)
+    assert cpu._known
+
+
+def test_a_remembered_call_has_the_contracts_bits() -> None:
+    """Also with other sizes, strides, and in place; and what is not wanted is not written."""
+    for spec in (AddNormSpec(BF16, BF16, RMS), AddNormSpec(F32, BF16, LAYER, RMS, 0.3, 1.7, BF16)):
+        weights = {
+            n: random(100, seed=i, dtype=BF16)
+            for i, n in enumerate(("weight", "update_weight")[: 1 + bool(spec.update_norm)])
+        }
+        for seed, tokens in enumerate((3, 3, 1, 40)):
+            residual = random(tokens, 100, seed=seed, dtype=spec.stream_dtype)
+            update = random(tokens, 100, seed=seed + 9, dtype=BF16)
+            check(spec, residual, update, **weights)
+            check(spec, residual, update, gap=0, **weights)
+            expected, normed = contract.add_norm(spec, residual, update, **weights)
+            out = torch.empty_like(normed)
+            before = residual.clone(), update.clone()
+            cpu.add_norm(spec, residual, update, residual_out=None, normed_out=out, **weights)
+            assert_same_bits(out, normed, "only the norm")
+            assert torch.equal(residual, before[0]) and torch.equal(update, before[1])
+            cpu.add_norm(spec, residual, update, residual_out=residual, normed_out=update, **weights)
+            assert_same_bits(residual, expected, "in place")
+            assert_same_bits(update, normed, "in place")
+    assert cpu._known
+
+
+def test_a_weight_is_known_by_address_type_and_size() -> None:
+    spec = AddNormSpec(F32, F32, RMS)
+    residual, update, buffer = random(2, 64, seed=1), random(2, 64, seed=2), torch.empty(64)
+    for dtype in (F32, BF16, F32):
+        weight = buffer.view(dtype)[:64]
+        weight.copy_(random(64, seed=3))
+        check(spec, residual, update, gap=0, weight=weight)
+        check(spec, residual, update, gap=0, weight=random(64, seed=4, dtype=dtype))  # at another address
+    out = torch.empty(2, 64)
+    for other in (buffer[:32], buffer.view(1, 64)):
+        with pytest.raises(UserError, match="weight has shape"):
+            cpu.add_norm(spec, residual, update, residual_out=out, normed_out=torch.empty(2, 64), weight=other)
+
+
 def test_covers_what_the_kernel_takes() -> None:
     assert cpu.covers(F32, BF16, F16) and not cpu.covers(F32, torch.float64)
 
@@ -446,9 +500,9 @@ def test_the_portable_code_has_the_same_bits(tmp_path: Path, monkeypatch: pytest
     library.tpr_add_norm.argtypes = (ctypes.c_void_p,)
     calls = []
 
-    def portable(address: int) -> None:
+    def portable(address: int) -> int:
         calls.append(address)
-        library.tpr_add_norm(address)
+        return int(library.tpr_add_norm(address))
 
     monkeypatch.setattr(cpu, "_functions", lambda: (portable, portable))
     for size in (1, 3, 64, 100, 896):

@@ -213,7 +213,8 @@ def test_without_a_working_compiler_the_reason_is_given_and_said_once(
             assert build.unavailable() == first
             with pytest.raises(build.BuildError, match=re.escape(str(first))):
                 build.library()
-        assert first is not None and [record.levelname for record in caplog.records] == ["INFO"]
+        said = [record.message for record in caplog.records if not record.message.startswith("compiling")]
+        assert first is not None and len(said) == 1
         assert first in caplog.text and "plain torch is used" in caplog.text
         return first
 
@@ -228,6 +229,61 @@ def test_without_a_working_compiler_the_reason_is_given_and_said_once(
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", str(here.folder / "nothing"))
     assert "no C++ compiler: none of c++, g++, clang++ is in PATH" in reason()
+
+
+def test_of_a_launchers_ranks_one_says_it(
+    here: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", "nonsense")
+    for rank, lines in (("1", 0), ("0", 1)):
+        monkeypatch.setenv("RANK", rank)
+        build._result.cache_clear()
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger=build.__name__):
+            assert build.unavailable() == "CXX=nonsense names no program; unset it or name a C++17 compiler"
+        assert len(caplog.records) == lines
+
+
+def test_a_session_compiles_before_it_has_a_clock_and_says_so(
+    here: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from tp_residual.cli.launch import TimeLimits, open_group
+
+    monkeypatch.delenv("RANK", raising=False)
+    with caplog.at_level(logging.INFO, logger=build.__name__):
+        open_group("cpu", TimeLimits()).close()
+    assert here.compiled() == 1 and len(here.libraries()) == 1
+    assert [record.message for record in caplog.records] == [
+        "compiling the CPU kernels: some seconds, once on this machine"
+    ]
+
+
+def test_a_command_that_is_none_and_a_program_that_compiles_nothing_are_named(place: Place) -> None:
+    place.environment["CXX"] = 'g++ "x'
+    assert place.output() == 'CXX=g++ "x is no command (No closing quotation); unset it or name a C++17 compiler'
+    place.environment["CXX"] = "true"
+    assert "true ended without an error and wrote no library; set CXX to a C++17 compiler" in place.output()
+    assert not place.libraries()
+
+
+def test_a_full_folder_is_passed_over(place: Place) -> None:
+    """As gcc's linker says it, and once: the folder is the fault, and not the flags."""
+    full = f'case "$*" in *--version*|*{place.temporary}*) ;; *) echo "ld: error: No space left on device" >&2; exit 1 ;; esac'
+    place.set_compiler(f'{full}; exec c++ "$@"')
+    assert place.output() == "42"
+    assert not place.libraries() and len(place.libraries(place.temporary)) == 1
+    assert place.compiled() == 2
+
+
+@pytest.mark.parametrize("complaint", ["error: out of order", "ld: No space left on device"])
+def test_processes_that_wait_do_not_repeat_a_failure(place: Place, complaint: str) -> None:
+    place.set_compiler(f'case "$*" in *--version*) exit 0 ;; esac; sleep 1; echo "{complaint}" >&2; exit 1')
+    processes = [place.start() for _ in range(5)]
+    answers = {process.communicate(timeout=100)[0].strip() for process in processes}
+    assert len(answers) == 1 and complaint in answers.pop()
+    assert place.compiled() == 2  # with and without this CPU's flags; or one in each folder
+    place.set_compiler('case "$*" in *--version*) exit 0 ;; esac; exec c++ "$@"')
+    assert place.output() == "42"  # a later start tries again
 
 
 def test_a_compiler_that_does_not_know_this_cpu_builds_without(place: Place) -> None:

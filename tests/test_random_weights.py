@@ -44,13 +44,13 @@ def test_every_tp_size_holds_slices_of_the_same_weights(name: str) -> None:
 
 
 def test_values_are_the_published_generators_and_differ_everywhere() -> None:
-    from tp_residual.checkpoint.random_weights import _key
+    from tp_residual.checkpoint.random_weights import stream_key
 
     tensors = {tensor: value for tensor, _, _, value in shares(TensorParallelGroup.single(), "llama", 7, torch.float32)}
     name = "model.layers.1.mlp.down_proj.weight"
     flat = tensors[name].reshape(-1)
     for index in (0, 1, 17, flat.numel() - 1):
-        uniform = splitmix(index, _key(7, name) % (1 << 64)) * 2.0**-23 - 1
+        uniform = splitmix(index, stream_key(7, name) % (1 << 64)) * 2.0**-23 - 1
         assert flat[index].item() == pytest.approx(3**0.5 * STD * uniform, rel=1e-6)
     assert flat.unique().numel() > 0.99 * flat.numel()
     matrices = torch.cat([value.reshape(-1) for value in tensors.values() if value.dim() > 1])

@@ -1,5 +1,6 @@
 """The shared transport: the five collectives over a memory segment, its protocol, and what is left of it when ranks fail."""
 
+import errno
 import os
 import random
 import re
@@ -13,7 +14,7 @@ import pytest
 import torch
 from shared_segment import FAULTS, build_with_fault, opened, over_segment, plain, use_library
 
-from tp_residual.errors import CollectiveError
+from tp_residual.errors import CollectiveError, LayoutError
 from tp_residual.inference.request import SamplingSettings
 from tp_residual.inference.sampling import filter_logits
 from tp_residual.parallel import shared as shared_module
@@ -21,7 +22,7 @@ from tp_residual.parallel.group import TensorParallelGroup
 from tp_residual.parallel.liveness import Process
 from tp_residual.parallel.shared import DTYPES, SharedTransport
 from tp_residual.parallel.splits import Split
-from tp_residual.parallel.transport import TorchTransport
+from tp_residual.parallel.transport import PeerTransport, TorchTransport
 from tp_residual.parallel.vocabulary import vocab_parallel_argmax
 from tp_residual.testing import RanksFailed, expect_collectives
 
@@ -111,6 +112,22 @@ def own_rows(group, rows):
 @pytest.mark.parametrize(("size", "slot_bytes"), [(2, None), (3, 4096), (4, 4096)])  # 4096: in many pieces
 def test_every_collective_equals_the_plain_ones_and_sums_in_rank_order(ranks, size, slot_bytes):
     ranks(size, check_collectives, slot_bytes)
+
+
+def scatter_unequal_chunks(group):
+    """Over every wire, and nothing has been entered: the next call is served."""
+    with over_segment(group) as transport:
+        for wire in (transport, plain(group), PeerTransport(plain(group), tuple(range(group.size)))):
+            for x in (values((5, 3), torch.float32, group.rank), torch.tensor(1.0)):
+                for name in ("reduce_scatter", "ordered_reduce_scatter", "all_to_all"):
+                    if hasattr(wire, name):
+                        with pytest.raises(LayoutError, match=r"scattered in equal chunks; pad it to a multiple of 2"):
+                            getattr(wire, name)(x)
+            assert wire.all_reduce(torch.ones(2)).tolist() == [group.size] * 2
+
+
+def test_what_cannot_be_scattered_equally_is_refused_before_anything_is_written(ranks):
+    ranks(2, scatter_unequal_chunks)
 
 
 def check_through_the_group(group):
@@ -360,12 +377,14 @@ def test_a_wait_can_be_interrupted_and_leaves_no_torn_state(ranks):
 # -- the segment
 
 
-SEGMENT = re.compile("/tp_residual-[0-9a-f]{32}")
+SEGMENT = re.compile(r"/#\d+ \(deleted\)$|/tp_residual-[0-9a-f]{32}")  # without a name, and with one
 
 
 def segments_of(process="self"):
     return {
-        line.split(maxsplit=5)[5].strip() for line in Path(f"/proc/{process}/maps").open() if "/tp_residual-" in line
+        line.split(maxsplit=5)[5].strip()
+        for line in Path(f"/proc/{process}/maps").open()
+        if SEGMENT.search(line.strip())
     }
 
 
@@ -398,6 +417,7 @@ def look_at_the_file(group, directory):
 
     def look_and_map(path, token, total):
         status = os.stat(path)
+        assert os.listdir(directory) == []  # not even now: ranks that are ended here could not take the name away
         seen.append((status.st_mode & 0o7777, status.st_size == total, status.st_blocks * 512 >= total))
         return map_it(path, token, total)
 
@@ -409,8 +429,35 @@ def look_at_the_file(group, directory):
     return seen
 
 
-def test_the_segment_is_private_reserved_and_nameless_once_mapped(ranks, tmp_path):
+def test_the_segment_is_private_reserved_and_never_has_a_name(ranks, tmp_path):
     assert ranks(2, look_at_the_file, str(tmp_path)) == [[(0o600, True, True)]] * 2
+
+
+def without_nameless_files(group, directory, where):
+    """A file system that has none, or a /proc that shows no peer's descriptors: then it has a name until it is mapped."""
+    open_it = os.open
+
+    def refuse(path, flags, *mode):
+        if where == "make" and flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        if where == "open" and str(path).startswith("/proc/") and group.rank == 1:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return open_it(path, flags, *mode)
+
+    os.open = refuse
+    seen = []
+    map_it = shared_module._map
+    shared_module._map = lambda path, *rest: seen.append(path) or map_it(path, *rest)
+    with over_segment(group, directory=directory) as transport:
+        assert transport.all_reduce(torch.ones(1)).tolist() == [group.size]
+        assert os.listdir(directory) == []
+    return seen[-1]
+
+
+@pytest.mark.parametrize("where", ["make", "open"])
+def test_where_no_nameless_file_can_be_had_it_has_a_name_until_it_is_mapped(ranks, where, tmp_path):
+    paths = ranks(3, without_nameless_files, str(tmp_path), where)
+    assert len(set(paths)) == 1 and paths[0].startswith(f"{tmp_path}/tp_residual-")
 
 
 def fail_inside(group, directory, how):
@@ -494,6 +541,30 @@ def test_too_little_memory_is_a_reason_with_both_numbers_and_no_bus_error(ranks,
         assert os.listdir(tmp_path) == []
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def forced_without_room(group):
+    """Rank 0 raises first, and its store goes with its group: a peer that still reads must not find it gone."""
+    if group.rank == 0:
+        shared_module._create = lambda directory, *_: no_room(directory)
+    else:
+        wait = TensorParallelGroup._wait_for_keys
+        TensorParallelGroup._wait_for_keys = lambda self, keys, what: (wait(self, keys, what), time.sleep(0.5))
+    try:
+        TensorParallelGroup.from_world(timeout_s=20, transport="shared")
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def no_room(directory):
+    raise shared_module._NoSegment(f"{directory} has 0 free")
+
+
+def test_a_forced_segment_that_cannot_be_made_is_the_same_error_on_every_rank(ranks):
+    messages = set(ranks(3, forced_without_room))
+    assert messages == {
+        "UserError: transport='shared' cannot run here: rank 0: /dev/shm has 0 free; leave the choice to transport='auto'"
+    }
 
 
 def test_a_group_of_one_shares_with_nobody():

@@ -258,17 +258,17 @@ def check_public_functions() -> Iterator[str | None]:
         (SPECS["layer"], Operands(random(4, 64, seed=1).t().contiguous().t(), None, weight=random(64, seed=2))),
         (SPECS["rms"], Operands(random(0, 64, seed=1), random(0, 64, seed=1), weight=random(64, seed=2))),
     )
-    plain = public._implementation
+    plain = public.implementation
     for case, operands in cases:
         results = []
         for choice in (plain, lambda *_: "triton"):
-            public._implementation = choice  # type: ignore[assignment]
+            public.implementation = choice  # type: ignore[assignment]
             leaves = Operands(*(None if t is None else t.detach().requires_grad_() for t in operands))
             outputs = public.add_norm(case, leaves.residual, leaves.update, **leaves.parameters())
             weights = [random(*t.shape, seed=7 + i, dtype=t.dtype) for i, t in enumerate(outputs)]
             gradients = torch.autograd.grad(outputs, [t for t in leaves if t is not None], weights)
             results.append((outputs, gradients))
-        public._implementation = plain
+        public.implementation = plain
         (outputs, gradients), (triton_outputs, triton_gradients) = results
         equal = all(same_bits(a, b) for a, b in zip(outputs, triton_outputs, strict=True))
         yield None if equal else f"add_norm differs from plain torch: {case}"

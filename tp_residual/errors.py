@@ -37,5 +37,9 @@ class GenerationError(RuntimeError):
     """Generation that cannot go on: NaN logits, or ranks that no longer agree. Raised on every rank."""
 
 
+class TrainingError(RuntimeError):
+    """Training that cannot go on: a gradient that is not finite. Names step, parameter and rank; raised on every rank."""
+
+
 class VerificationFailed(RuntimeError):
     """A comparison that found something wrong: all of it has been printed, this is the verdict."""

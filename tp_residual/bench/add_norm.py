@@ -18,8 +18,8 @@ from tp_residual.bench.request import ShapesRequest
 from tp_residual.bench.results import Row
 from tp_residual.bench.shapes import NORM, operand, wrong_elements
 from tp_residual.bench.timing import Candidate, Clock, Progress
-from tp_residual.kernels import contract
-from tp_residual.kernels.add_norm import Order, add_norm
+from tp_residual.kernels import contract, cpu
+from tp_residual.kernels.add_norm import Order, add_norm, implementation
 
 LIMIT = "one copy that moves the bytes of four passes, on every rank at once"
 FEWEST_PASSES = 4
@@ -36,6 +36,7 @@ class _Form:
     order: str
     run: Form
     passes: Callable[[int], float]  # of the element size
+    ours: bool = False
 
 
 def _separate(residual: Tensor, update: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,8 +84,8 @@ def forms(dtype: torch.dtype, *, compiled: bool) -> tuple[list[_Form], list[str]
         return lambda residual, update, weight: _both(add_norm(spec, residual, update, weight=weight, order=order))
 
     notes, orders = [], get_args(Order)
-    found = [_Form("fused", order, fused(order), lambda _: FEWEST_PASSES) for order in orders]
-    found.append(_Form("fused, into", "contract", _into(spec), lambda _: FEWEST_PASSES))
+    found = [_Form("fused", order, fused(order), lambda _: FEWEST_PASSES, True) for order in orders]
+    found.append(_Form("fused, into", "contract", _into(spec), lambda _: FEWEST_PASSES, True))
     found.append(_Form("add, rms_norm", "fast", _add_then_norm, lambda _: 5))
     # add 3; widen 1 + f; square 2f; mean f; times the root 2f; times the weight 2f; narrow f + 1, with f = 4 bytes / element size
     found.append(_Form("separate", "fast", _separate, lambda size: 5 + 9 * 4 / size))
@@ -102,6 +103,8 @@ def measure_add_norm(clock: Clock, request: ShapesRequest, progress: Progress) -
     """
     rows: list[Row] = []
     notes: list[str] = []
+    if clock.device.type == "cpu" and (reason := cpu.unavailable()):
+        notes.append(f"the compiled kernels, so that `fused` is plain torch: {reason}")
     shapes = [(tokens, hidden) for hidden in request.hidden for tokens in request.tokens]
     for number, name in enumerate(request.dtypes):
         found, missing = forms(getattr(torch, name), compiled=request.compiled)
@@ -117,7 +120,9 @@ def _one_shape(clock: Clock, found: list[_Form], tokens: int, hidden: int, name:
     residual = operand("residual", tokens, hidden, dtype, device, rank)
     update = operand("partial", tokens, hidden, dtype, device, rank)
     weight = operand("weight", 1, hidden, dtype, device)
-    expected = contract.add_norm(contract.AddNormSpec(dtype, dtype, NORM), residual, update, weight=weight)
+    spec = contract.AddNormSpec(dtype, dtype, NORM)
+    ours = implementation(spec, residual, (residual, update, weight))
+    expected = contract.add_norm(spec, residual, update, weight=weight)
     payload = residual.numel() * residual.element_size()
     candidates = {"limit": copy_of(FEWEST_PASSES * payload, device)}
     for form in found:
@@ -141,6 +146,7 @@ def _one_shape(clock: Clock, found: list[_Form], tokens: int, hidden: int, name:
                 "hidden": hidden,
                 "dtype": name,
                 "ranks": clock.group.size,
+                "implementation": ours if form.ours else "torch",
                 "bytes": payload,
                 "passes": counted,
                 "least_bytes": FEWEST_PASSES * payload,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -16,7 +17,7 @@ _MARKERS = "osD^vP*X"
 
 
 def write_plot(result: Result, path: str, extra: Row | None = None) -> None:
-    """A PNG. extra: what `measure_add_norm` found beside its rows."""
+    """As `path` ends: .png, .pdf or .svg. extra: what `measure_add_norm` found beside its rows."""
     panels = {"boundary": len({(row["hidden"], row["dtype"]) for row in result.rows if "mode" in row})}.get(
         result.what, 2
     )
@@ -34,7 +35,7 @@ def write_plot(result: Result, path: str, extra: Row | None = None) -> None:
     figure.suptitle(_title(result), fontsize=9)
     _legend(figure, axes[:panels])
     picture = BytesIO()
-    figure.savefig(picture, format="png")
+    figure.savefig(picture, format=Path(path).suffix[1:].lower())
     replace_file(path, picture.getvalue())
 
 

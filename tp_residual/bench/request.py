@@ -1,14 +1,20 @@
 """What a benchmark is asked, checked before torch is imported: sizes, rules of timing, names."""
 
+import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from tp_residual.errors import RequestError
+from tp_residual.residual.table import EXECUTOR_NAMES
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "p2p")
+EXECUTORS = (*EXECUTOR_NAMES, "local")  # those of residual.boundary, which imports torch
 TRANSPORTS = ("gloo", "shared", "nccl", "symmetric")
+# While a benchmark makes an operand, it holds two of fp64.
+_MAKING_BYTES = 16
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _UNITS |= {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -58,6 +64,10 @@ class CollectivesRequest:
         one_of("--collective", self.collectives, COLLECTIVES)
         one_of("--transport", self.transports, TRANSPORTS)
 
+    def least_bytes(self, ranks: int) -> tuple[str, int]:
+        """What was asked for, and the least memory of a rank: a buffer in, one out."""
+        return f"--max-bytes {self.max_bytes}", 2 * self.max_bytes
+
     def elements(self, ranks: int) -> list[int]:
         """Of the full buffer, each a multiple of the number of ranks and at least one a rank, smallest first."""
         sizes, nbytes = [], float(self.min_bytes)
@@ -80,6 +90,13 @@ class BandwidthRequest:
         if self.gemm_size is not None:
             at_least("--gemm-size", self.gemm_size, 16)
 
+    def least_bytes(self, ranks: int) -> tuple[str, int]:
+        """What was asked for, and the least memory of a rank: three arrays, or three matrices in fp32 and in bf16."""
+        arrays, matrices = 3 * (self.array_bytes or 0), 3 * (4 + 2) * (self.gemm_size or 0) ** 2
+        return max(
+            (f"--bytes {self.array_bytes}", arrays), (f"--gemm-size {self.gemm_size}", matrices), key=lambda of: of[1]
+        )
+
 
 @dataclass(frozen=True)
 class ShapesRequest:
@@ -97,6 +114,42 @@ class ShapesRequest:
             for value in values:
                 at_least(name, value, 1)
         one_of("--dtype", self.dtypes, tuple(ELEMENT_BYTES))
+
+    def least_bytes(self, ranks: int) -> tuple[str, int]:
+        """What was asked for, and the least memory of a rank for the largest shape: every rank's update, residual, both results, a copy of
+        four passes; or all but one operand and the making of the last.
+        """
+        tokens, hidden, size = max(self.tokens), max(self.hidden), max(ELEMENT_BYTES[name] for name in self.dtypes)
+        each = max((ranks + 7) * size, ranks * size + _MAKING_BYTES)
+        return f"--tokens {tokens} --hidden {hidden}", tokens * hidden * each
+
+
+def require_memory(what: str, needed: int, available: int, holder: str) -> None:
+    """Raises RequestError, before anything is allocated: an allocation that fails later takes a rank, or the machine, along."""
+    if needed > available:
+        raise RequestError(
+            f"{what} needs at least {needed} bytes and {holder} has {available} available; ask for a smaller one or fewer ranks"
+        )
+
+
+def available_host_bytes() -> int:
+    """Of the machine, or of this container where that is less."""
+    machine = int(_fields("/proc/meminfo").get("MemAvailable:", 0)) * 1024 or os.sysconf("SC_PAGE_SIZE") * os.sysconf(
+        "SC_PHYS_PAGES"
+    )
+    limit = next(iter(_fields("/sys/fs/cgroup/memory.max")), "max")
+    # what files occupy there gives way
+    used = int(_fields("/sys/fs/cgroup/memory.stat").get("anon", 0))
+    return min(machine, int(limit) - used) if limit.isdecimal() else machine
+
+
+def _fields(path: str) -> Mapping[str, str]:
+    """First and second word of each line; empty where there is no such file."""
+    try:
+        with open(path) as file:
+            return {words[0]: words[1] if len(words) > 1 else "" for words in map(str.split, file) if words}
+    except OSError:
+        return {}
 
 
 def at_least(option: str, value: int, least: int) -> None:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from tp_residual.errors import RequestError
 
@@ -73,7 +73,43 @@ def load(path: str) -> Result:
         raise RequestError(f"{path} has no {', '.join(missing)}; give a file that `bench ... --output` wrote")
     if fields["what"] not in IDENTITY:
         raise RequestError(f"{path} is a result of {fields['what']!r}, not of one of {', '.join(IDENTITY)}")
+    _check_rows(path, fields)
     return Result(**{name: fields[name] for name in Result.__dataclass_fields__ if name in fields})
+
+
+def _check_rows(path: str, fields: Mapping[str, Any]) -> None:
+    """Raises RequestError for a file that was damaged or edited, naming what."""
+
+    def refuse(where: str, why: str) -> NoReturn:
+        raise RequestError(f"{path}: {where} {why}; the file is damaged: measure again with `bench ... --output`")
+
+    for name in ("hardware", "settings"):
+        if not isinstance(fields[name], dict):
+            refuse(name, f"is {fields[name]!r}, not an object")
+    if not isinstance(fields["rows"], list) or not fields["rows"]:
+        refuse("rows", "is no list of measurements")
+    for number, row in enumerate(fields["rows"]):
+        where = f"row {number}"
+        if not isinstance(row, dict):
+            refuse(where, f"is {row!r}, not an object")
+        for name in IDENTITY[fields["what"]]:
+            if isinstance(row.get(name), list | dict):
+                refuse(where, f"has {name}={row[name]!r}, which is no name or number")
+        if not isinstance(row.get("limit"), str):
+            refuse(where, f"has limit={row.get('limit')!r}, not the name of one")
+        for name in ("samples_us", "limit_samples_us"):
+            samples = row.get(name)
+            if not isinstance(samples, list) or not any(_is_time(us) for us in samples):
+                refuse(where, f"has {name}={samples!r}, not a list with times")
+            if wrong := [us for us in samples if us is not None and not _is_time(us)]:
+                refuse(where, f"has {wrong[0]!r} among its {name}, which is no time above 0")
+        for name, value in row.items():
+            if name.endswith("_us") and not isinstance(value, list) and not _is_time(value):
+                refuse(where, f"has {name}={value!r}, which is no time above 0")
+
+
+def _is_time(us: object) -> bool:
+    return isinstance(us, int | float) and not isinstance(us, bool) and 0 < us < float("inf")
 
 
 def check_target(option: str, path: str) -> None:
@@ -88,8 +124,15 @@ def check_target(option: str, path: str) -> None:
         raise RequestError(f"{option} {path} cannot be written: {error.strerror} ({folder})") from error
 
 
+PLOT_SUFFIXES = (".png", ".pdf", ".svg")
+
+
 def check_plot_target(path: str) -> None:
     """The same for a picture, for which matplotlib must be installed."""
+    if Path(path).suffix.lower() not in PLOT_SUFFIXES:
+        raise RequestError(
+            f"--plot {path} does not end in one of {', '.join(PLOT_SUFFIXES)}, the kinds of picture that are written"
+        )
     if find_spec("matplotlib") is None:
         raise RequestError("--plot needs matplotlib, which is not installed; install tp_residual with its extra `plot`")
     check_target("--plot", path)

@@ -169,7 +169,8 @@ def _add_norm(console: Console, rows: Sequence[Row]) -> None:
         for tokens, shape in groupby(chosen, key=lambda row: row["tokens"]):
             for row in shape:
                 table.add_row(
-                    row["form"], row["order"], str(tokens), *_times(row), f"{row['passes']:.3g}", _bytes(row["least_bytes"]),
+                    row["form"] + " (plain)" * (row.get("implementation") == "plain"), row["order"], str(tokens),
+                    *_times(row), f"{row['passes']:.3g}", _bytes(row["least_bytes"]),
                     f"{row['useful_GB_s']:.2f}", _percent(row),
                 )  # fmt: skip
             table.add_section()

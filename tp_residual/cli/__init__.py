@@ -46,8 +46,8 @@ def _parse_and_run(argv: list[str], results: ResultStream) -> int:
 
 def _run(arguments: argparse.Namespace, argv: list[str]) -> int:
     try:
-        if hasattr(arguments, "model"):
-            config_only = arguments.command == "audit" or getattr(arguments, "weights", None) is not None
+        if getattr(arguments, "model", None) is not None:
+            config_only = arguments.command in ("audit", "explain") or getattr(arguments, "weights", None) is not None
             arguments.model = resolve_model(arguments.model, CONFIG_ONLY if config_only else EVERYTHING)
         import_module(f"tp_residual.cli.{arguments.command}").main(arguments, argv)
         return 0

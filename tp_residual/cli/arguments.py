@@ -49,6 +49,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     _add_compare(commands)
     _add_lens(commands)
     _add_explain(commands)
+    _add_doctor(commands)
     _add_env(commands)
     _add_bench(commands)
     return parser.parse_args(argv)
@@ -155,6 +156,27 @@ def _add_audit(commands: Commands) -> None:
     command.add_argument("--context", type=int, metavar="N", help="tokens a sequence (default: the model's maximum)")
     command.add_argument("--blocks", action="store_true", help="list every parameter's blocks as well")
     command.add_argument("--json", action="store_true", help="one JSON object, blocks included")
+
+
+def _add_doctor(commands: Commands) -> None:
+    command = commands.add_parser(
+        "doctor",
+        help="what is wrong with a residual connection, by name",
+        description="One pass and its gradients, each step judged in fp64 from its own inputs. Exit code 1 when something is wrong.",
+        epilog="Without --model: a tiny decoder with the connection of --residual, in fp64, and its growth with depth.",
+        allow_abbrev=False,
+    )
+    command.add_argument("--model", metavar="DIR_OR_ID", help="a directory in Hugging Face format, or a hub id")
+    tokens = command.add_argument_group("tokens")
+    tokens.add_argument("--input-ids", action="append", default=[], metavar="1,2,3", help="may be repeated: one batch")
+    tokens.add_argument("--seq-len", type=int, default=32, metavar="N", help="else so many random ids (default 32)")
+    command.add_argument("--init", choices=("normal", "gpt2", "variance_over_root_n"), help="of the example (default normal)")
+    files = command.add_argument_group("output")
+    files.add_argument("--json", action="store_true", help="one JSON object on stdout instead of the table")
+    files.add_argument("--output", metavar="FILE", help="the same JSON")
+    files.add_argument("--plot", metavar="FILE.png", help="a picture (needs the extra `plot`)")
+    _add_layout(command, sequence_parallel="off")
+    _add_machine(command)
 
 
 def _add_explain(commands: Commands) -> None:

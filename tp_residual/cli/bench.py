@@ -13,13 +13,17 @@ from rich.console import Console
 
 from tp_residual.bench.compare import compare
 from tp_residual.bench.request import (
+    EXECUTORS,
     BandwidthRequest,
     CollectivesRequest,
     Rules,
     ShapesRequest,
     at_least,
+    available_host_bytes,
+    one_of,
     parse_list,
     parse_size,
+    require_memory,
 )
 from tp_residual.bench.results import Row, check_plot_target, check_target, load
 from tp_residual.cli.launch import open_group, parse_timeouts, resolve_tp, threads_per_rank
@@ -29,6 +33,7 @@ from tp_residual.errors import RequestError, UserError, VerificationFailed
 if TYPE_CHECKING:
     from tp_residual.bench.timing import Clock
 
+_GPU = "/dev/nvidia0"  # torch would know, and is not imported yet
 _DEFAULT_SHAPES = {"boundary": ("1,16,128,1024,4096", "896,4096"), "add-norm": ("1,16,256,4096", "4096,8192")}
 
 
@@ -67,6 +72,11 @@ def prepare(arguments: argparse.Namespace) -> tuple[Any, int]:
             raise RequestError("bench collectives needs at least 2 ranks; add --tp 2, or start it under torchrun")
         if arguments.root >= tp_size:
             raise RequestError(f"--root {arguments.root} is not one of the {tp_size} ranks; use 0 to {tp_size - 1}")
+    if arguments.device == "cpu" or not os.path.exists(_GPU):
+        ranks_here = min(local_ranks, tp_size)
+        what, needed = request.least_bytes(tp_size)
+        on_ranks = f" on each of {ranks_here} ranks" if ranks_here > 1 else ""
+        require_memory(f"{what}{on_ranks}", needed * ranks_here, available_host_bytes(), "this machine")
     targets = {"--output": arguments.output, "--csv": arguments.csv, "--tune": getattr(arguments, "tune", None)}
     for option, path in targets.items():
         if path is not None:
@@ -104,11 +114,13 @@ def _bandwidth_request(arguments: argparse.Namespace) -> BandwidthRequest:
 
 def _shapes_request(arguments: argparse.Namespace) -> ShapesRequest:
     tokens, hidden = _DEFAULT_SHAPES[arguments.question]
+    executors = tuple(getattr(arguments, "boundary", ()))
+    one_of("--boundary", executors, EXECUTORS)  # before each rank would say it
     return ShapesRequest(
         parse_list("--tokens", arguments.tokens or tokens),
         parse_list("--hidden", arguments.hidden or hidden),
         tuple(arguments.dtype or ("bfloat16",)),
-        tuple(getattr(arguments, "boundary", ())),
+        executors,
         operator=getattr(arguments, "operator", False),
         compiled=getattr(arguments, "compile", False),
     )
@@ -141,6 +153,11 @@ def _run(arguments: argparse.Namespace, argv: list[str], rules: Rules, request: 
     group.enter_phase("step")
     logging.getLogger("tp_residual").setLevel(logging.WARNING)  # each executor would announce itself
     try:
+        if group.device.type == "cuda":
+            # the least of all ranks: they refuse it together
+            free = group.share("bench/memory", str(torch.cuda.mem_get_info()[0]))
+            what, needed = request.least_bytes(group.size)
+            require_memory(what, needed, min(map(int, free)), f"a GPU of {group.size}")
         with _Progress(arguments.question, group.rank == 0) as progress, torch.no_grad():
             rows, notes, extra = _measure(arguments.question, Clock(group, rules), request, progress)
     except (UserError, VerificationFailed):

@@ -126,6 +126,7 @@ def open_group(
     import torch
     import torch.distributed as dist
 
+    from tp_residual.kernels.build import unavailable
     from tp_residual.parallel.group import TensorParallelGroup, first_line
 
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -139,6 +140,8 @@ def open_group(
     place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(place)
+    if not on_gpu:
+        unavailable()  # compiles what is missing now, and not in the middle of what is timed
     if not under_launcher():
         return TensorParallelGroup.single(place)
     start_s = limits.by_phase["start"]

@@ -1,6 +1,6 @@
 """Residual add and norm as one operation. Usable without a group and without the rest of the package.
 
-The meaning is `contract.add_norm`, bit for bit on every device. Which code runs is decided in `_implementation` alone: Triton on
+The meaning is `contract.add_norm`, bit for bit on every device. Which code runs is decided in `implementation` alone: Triton on
 CUDA, compiled C++ on CPU, plain torch for whatever these do not cover. Everything is an opaque torch.library operator, so that a
 compiler neither changes bits nor recompiles; nothing waits for the device, so that CUDA graphs capture it.
 """
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tp_residual.errors import UserError
 from tp_residual.kernels import contract, cpu
-from tp_residual.kernels.add_norm_operands import Operands, check_operands, check_outputs
-from tp_residual.kernels.contract import AddNormSpec, NormSpec, column_sum, norm_backward, widen
+from tp_residual.kernels.add_norm_operands import Operands, check_operands, check_outputs, require_tensors
+from tp_residual.kernels.contract import AddNormSpec, NormSpec, column_sum, norm_backward, require_number, widen
 
 Order = Literal["contract", "fast"]
 
@@ -54,13 +54,23 @@ def add_norm(
     if order not in ("contract", "fast"):
         raise UserError(f"order={order!r} is not known; use 'contract' or 'fast'")
     operands = Operands(residual, update, update_bias, update_weight, update_norm_bias, weight, norm_bias)
-    fast = order == "fast"
+    require_tensors(Operands._fields, operands)
+    fast, compiling = order == "fast", torch.compiler.is_compiling()
     if residual_out is None and normed_out is None:
-        new_residual, normed = torch.ops.tp_residual.add_norm(*operands, *_scalars(spec), fast)
-        return operands.rows if operands.leaves_residual(spec) else new_residual, None if spec.norm is None else normed
-    _refuse_gradients("add_norm into given outputs", operands)
+        # torch.func can batch an operator that returns, and none that writes
+        if compiling or _differentiates(operands) or torch._C._functorch.maybe_current_level() is not None:
+            new_residual, normed = torch.ops.tp_residual.add_norm(*operands, *_scalars(spec), fast)
+            return operands.rows if operands.leaves_residual(
+                spec
+            ) else new_residual, None if spec.norm is None else normed
+    else:
+        require_tensors(("residual_out", "normed_out"), (residual_out, normed_out))
+        _refuse_gradients("add_norm into given outputs", operands)
     residual_out, normed_out = _outputs(spec, operands, residual_out, normed_out)
-    torch.ops.tp_residual.add_norm_out(*operands, *_scalars(spec), fast, residual_out, normed_out)
+    if compiling:
+        torch.ops.tp_residual.add_norm_out(*operands, *_scalars(spec), fast, residual_out, normed_out)
+    else:
+        _CALL_OPERATOR(*operands, _number(spec), fast, residual_out, normed_out)
     return operands.rows if residual_out is None else residual_out, normed_out
 
 
@@ -75,8 +85,11 @@ def fused_add_rmsnorm(
     once to the input.
     Raises UserError for operands that do not fit each other, overlap, or require a gradient.
     """
+    require_tensors(("input", "residual", "weight"), (input, residual, weight))
+    require_number("eps", eps)
+    require_number("weight_offset", weight_offset)
     _refuse_gradients("fused_add_rmsnorm, which works in place,", (input, residual, weight))
-    torch.ops.tp_residual.fused_add_rmsnorm(input, residual, weight, eps, weight_offset)
+    _FUSED_OPERATOR(input, residual, weight, eps, weight_offset)
 
 
 def compute(
@@ -89,27 +102,17 @@ def compute(
 ) -> tuple[Tensor, Tensor | None]:
     """`add_norm` without checks, gradients and an operator around it: for callers that are inside an operator themselves."""
     operands = Operands(*map(_readable, operands))
-    how = _implementation(spec, operands.rows, operands)
+    how = implementation(spec, operands.rows, operands)
     if how == "plain":
         return _plain(spec, operands, residual_out, normed_out)
-    residual_out, normed_out = _outputs(spec, operands, residual_out, normed_out)
+    residual_out, normed_out = outputs = _outputs(spec, operands, residual_out, normed_out)
     if operands.rows.shape[0] > 0 and (residual_out is not None or normed_out is not None):
         if how == "triton":
             from tp_residual.kernels.add_norm_triton import add_norm_launch  # an optional import: Triton is for Linux
 
             add_norm_launch(spec, operands, residual_out, normed_out, fast=fast).run()
         else:
-            # the C++ kernel always writes the new residual
-            written = torch.empty_like(operands.rows) if residual_out is None else residual_out
-            cpu.add_norm(
-                spec,
-                operands.residual,
-                operands.update,
-                residual_out=written,
-                normed_out=normed_out,
-                order="fast" if fast else "contract",
-                **operands.parameters(),  # type: ignore[arg-type] # its keys are names of tensors
-            )
+            cpu.run_checked(spec, operands, outputs, fast=fast)
     return operands.rows if residual_out is None else residual_out, normed_out
 
 
@@ -129,7 +132,7 @@ def compute_gradients(
     saved = Operands(*map(_readable, saved))
     given = d_new_residual if d_new_residual is not None else d_normed
     assert given is not None
-    if given.shape[0] == 0 or _implementation(spec, given, (d_new_residual, d_normed, *saved)) != "triton":
+    if given.shape[0] == 0 or implementation(spec, given, (d_new_residual, d_normed, *saved)) != "triton":
         gradients = _plain_gradients(spec, d_new_residual, d_normed, saved, dtypes)
         return [gradient for gradient, want in zip(gradients, wanted, strict=True) if want and gradient is not None]
     from tp_residual.kernels.triton_add_norm_backward import add_norm_backward_launches
@@ -140,10 +143,10 @@ def compute_gradients(
     return [t for t in out if t is not None]
 
 
-def _implementation(
+def implementation(
     spec: AddNormSpec, rows: Tensor, tensors: Iterable[Tensor | None]
 ) -> Literal["triton", "cpu", "plain"]:
-    """The one place that decides which code runs."""
+    """The one place that decides which code runs. rows: of the operands `tensors`."""
     dtypes = {spec.stream_dtype, spec.output_dtype, spec.round_update, *(t.dtype for t in tensors if t is not None)}
     if torch.float64 in dtypes:
         return "plain"
@@ -213,10 +216,16 @@ def _outputs(
     """The given outputs, and new ones for results that have none."""
     rows = operands.rows
     if residual_out is None and not operands.leaves_residual(spec):
-        residual_out = torch.empty(rows.shape, dtype=spec.stream_dtype, device=rows.device)
+        residual_out = _new_rows(rows, spec.stream_dtype)
     if normed_out is None and spec.norm is not None:
-        normed_out = torch.empty(rows.shape, dtype=spec.output_dtype, device=rows.device)
+        normed_out = _new_rows(rows, spec.output_dtype)
     return residual_out, normed_out
+
+
+def _new_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    if rows.dtype is dtype and rows.is_contiguous():
+        return torch.empty_like(rows)  # in half the time
+    return torch.empty_like(rows, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _gradient_buffers(
@@ -235,14 +244,19 @@ def _readable(t: Tensor | None) -> Tensor | None:
     return t if t is None or t.shape[-1] == 1 or t.stride(-1) == 1 else t.contiguous()
 
 
+def _differentiates(operands: Iterable[Tensor | None]) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
+
+
 def _refuse_gradients(what: str, operands: Iterable[Tensor | None]) -> None:
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
+    if _differentiates(operands):
         raise UserError(
             f"{what} has no gradient, and an operand has requires_grad=True; use add_norm without outputs, or torch.no_grad()"
         )
 
 
-# -- operators: they take no objects, so that a spec travels as its scalars
+# -- operators: they take no objects, so that a spec travels as its scalars, which a compiler can keep; or, where none is at work, as its
+# number in this process: 12 arguments less are half of what a call costs on the host
 
 _OPERANDS = "Tensor? residual, Tensor? update, " + ", ".join(f"Tensor? {name}" for name in Operands._fields[2:])
 _SCALARS = (
@@ -251,6 +265,7 @@ _SCALARS = (
 )
 _SCALAR_COUNT = _SCALARS.count(",") + 1
 _NO_NORM = (None, 0.0, 0.0)
+OUTPUTS = ("residual_out", "normed_out")
 _FUSED_NAMES = ("residual", "input", *Operands._fields[2:])
 
 
@@ -288,6 +303,18 @@ def _spec(
     return AddNormSpec(stream_dtype, output_dtype, norm, update_norm, update_scale, skip_scale, round_update)
 
 
+_specs: list[AddNormSpec] = []
+_numbers: dict[AddNormSpec, int] = {}
+
+
+def _number(spec: AddNormSpec) -> int:
+    number = _numbers.get(spec)
+    if number is None:
+        _specs.append(spec)
+        number = _numbers[spec] = len(_specs) - 1
+    return number
+
+
 def _taken_apart(arguments: tuple[Any, ...]) -> tuple[AddNormSpec, Operands, tuple[Any, ...]]:
     """Spec, operands and what follows them in an operator's arguments."""
     count = len(Operands._fields)
@@ -315,10 +342,8 @@ def _add_norm_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _add_norm_out(*arguments: Any) -> None:
-    spec, operands, (fast, residual_out, normed_out) = _taken_apart(arguments)
-    check_operands(spec, operands)
-    check_outputs(spec, operands, (residual_out, normed_out))
-    compute(spec, operands, fast=fast, residual_out=residual_out, normed_out=normed_out)
+    spec, operands, (fast, *outputs) = _taken_apart(arguments)
+    _run("add_norm operator", spec, operands, tuple(outputs), Operands._fields, OUTPUTS, fast)
 
 
 def _add_norm_out_fake(*arguments: Any) -> None:
@@ -326,21 +351,51 @@ def _add_norm_out_fake(*arguments: Any) -> None:
     check_operands(spec, operands)
 
 
-def _fused_spec(input: Tensor, residual: Tensor, eps: float, weight_offset: float) -> AddNormSpec:
-    return _spec(residual.dtype, input.dtype, "rms", eps, weight_offset, False, *_NO_NORM, 1.0, 1.0, None)
+def _add_norm_call(*arguments: Any) -> None:
+    *tensors, number, fast, residual_out, normed_out = arguments
+    outputs = residual_out, normed_out
+    _run("add_norm operator", _specs[number], Operands(*tensors), outputs, Operands._fields, OUTPUTS, fast)
+
+
+def _add_norm_call_fake(*arguments: Any) -> None:
+    *tensors, number, _, _, _ = arguments
+    check_operands(_specs[number], Operands(*tensors))
+
+
+@lru_cache(maxsize=1024)
+def _fused_spec(stream_dtype: torch.dtype, output_dtype: torch.dtype, eps: float, weight_offset: float) -> AddNormSpec:
+    return AddNormSpec(stream_dtype, output_dtype, NormSpec(eps, "rms", weight_offset))
 
 
 def _fused_add_rmsnorm(input: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float) -> None:
-    spec, operands = _fused_spec(input, residual, eps, weight_offset), Operands(residual, input, weight=weight)
-    check_operands(spec, operands, _FUSED_NAMES)
-    check_outputs(spec, operands, (residual, input), _FUSED_NAMES, _FUSED_NAMES[:2])
-    compute(spec, operands, residual_out=residual, normed_out=input)
+    spec = _fused_spec(residual.dtype, input.dtype, eps, weight_offset)
+    operands = Operands(residual, input, weight=weight)
+    _run("fused operator", spec, operands, (residual, input), _FUSED_NAMES, _FUSED_NAMES[:2], False)
 
 
 def _fused_add_rmsnorm_fake(input: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float) -> None:
-    check_operands(
-        _fused_spec(input, residual, eps, weight_offset), Operands(residual, input, weight=weight), _FUSED_NAMES
-    )
+    spec = _fused_spec(residual.dtype, input.dtype, eps, weight_offset)
+    check_operands(spec, Operands(residual, input, weight=weight), _FUSED_NAMES)
+
+
+def _run(
+    checker: str,
+    spec: AddNormSpec,
+    operands: Operands,
+    outputs: tuple[Tensor | None, ...],
+    names: tuple[str, ...],
+    output_names: tuple[str, ...],
+    fast: bool,
+) -> None:
+    """Into outputs, with checks: the short ones, if these operands are like others that passed the long ones."""
+    residual_out, normed_out = outputs
+    if cpu.run_known(checker, spec, operands, (residual_out, normed_out), fast=fast):
+        return
+    check_operands(spec, operands, names)
+    check_outputs(spec, operands, (residual_out, normed_out), names, output_names)
+    compute(spec, operands, fast=fast, residual_out=residual_out, normed_out=normed_out)
+    if implementation(spec, operands.rows, operands) == "cpu":
+        cpu.remember(checker, spec, operands, (residual_out, normed_out))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -405,6 +460,12 @@ for _name, _schema, _function, _fake in (
         _add_norm_out_fake,
     ),
     (
+        "add_norm_call",
+        f"({_OPERANDS}, int spec, bool fast, Tensor(a!)? residual_out, Tensor(b!)? normed_out) -> ()",
+        _add_norm_call,
+        _add_norm_call_fake,
+    ),
+    (
         "add_norm_backward",
         f"({_OPERANDS}, {_SCALARS}, Tensor? d_new_residual, Tensor? d_normed, ScalarType residual_dtype, ScalarType update_dtype, "
         "bool[] wanted) -> Tensor[]",
@@ -422,3 +483,6 @@ for _name, _schema, _function, _fake in (
     LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"tp_residual::{_name}", _fake, lib=LIBRARY)
 torch.library.register_autograd("tp_residual::add_norm", _backward, setup_context=_setup_context, lib=LIBRARY)
+# found once: each look-up of an operator's overload is a microsecond
+_FUSED_OPERATOR = torch.ops.tp_residual.fused_add_rmsnorm.default
+_CALL_OPERATOR = torch.ops.tp_residual.add_norm_call.default

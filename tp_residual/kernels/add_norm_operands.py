@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from tp_residual.errors import UserError
-from tp_residual.kernels.contract import AddNormSpec, NormSpec
+from tp_residual.kernels.contract import AddNormSpec, NormSpec, usable_eps
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_STRIDED = torch.strided
 
 
 class Operands(NamedTuple):
@@ -44,6 +45,17 @@ class Operands(NamedTuple):
             and spec.skip_scale == 1.0
             and residual.dtype == spec.stream_dtype
         )
+
+
+def require_tensors(names: Sequence[str], values: Sequence[object]) -> None:
+    """Raises UserError for what is not a dense tensor. None passes: whether an operand may be missing is the spec's matter."""
+    for name, value in zip(names, values, strict=True):
+        if value is None or (isinstance(value, Tensor) and value.layout is _STRIDED):
+            continue
+        if not isinstance(value, Tensor):
+            kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+            raise UserError(f"{name} is a {kind}, not a torch.Tensor; convert it with torch.as_tensor")
+        raise UserError(f"{name} has layout {_name(value.layout)}, and rows are read in place; pass {name}.to_dense()")
 
 
 def check_operands(spec: AddNormSpec, operands: Operands, names: Sequence[str] = Operands._fields) -> None:
@@ -130,11 +142,12 @@ def check_outputs(
         ):
             if other is None or other_name == name or not overlap(out, other):
                 continue
-            if position > 1 or not _same_memory(out, other):
+            if position > 1 or not same_memory(out, other):
                 raise UserError(f"{name} overlaps {other_name} in memory; give each its own (.clone())")
 
 
-def _same_memory(a: Tensor, b: Tensor) -> bool:
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether one may be written in the place of the other: the same elements of the same type."""
     return (a.data_ptr(), a.dtype, a.stride()) == (b.data_ptr(), b.dtype, b.stride())
 
 
@@ -169,11 +182,10 @@ def _check_norm(field: str, spec: NormSpec | None, **parameters: Tensor | None) 
         return
     if weight is None:
         raise UserError(f"{weight_name}=None with spec.{field}={spec}; give the weight or leave the norm out")
-    if spec.kind not in ("rms", "layer"):
-        raise UserError(f"spec.{field} has kind={spec.kind!r}; use 'rms' or 'layer'")
-    if not spec.eps > 0:
+    if not usable_eps(spec.eps):
         raise UserError(
-            f"spec.{field} has eps={spec.eps}, which is not above 0, and a row of zeros would be divided by zero; use 1e-6"
+            f"spec.{field} has eps={spec.eps}, which is not above 0 and finite in float32, and a row of zeros would be divided by zero; "
+            "use 1e-6"
         )
 
 
@@ -186,7 +198,7 @@ def _check_like(name: str, t: Tensor, first_name: str, first: Tensor) -> None:
         raise UserError(f"{name} is on {t.device}, {first_name} on {first.device}; move them to one device")
 
 
-def _name(dtype: torch.dtype | None) -> str:
+def _name(dtype: torch.dtype | torch.layout | None) -> str:
     return str(dtype).removeprefix("torch.")
 
 

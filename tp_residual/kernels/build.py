@@ -2,11 +2,12 @@
 
 The library lies in `kernels/NODE` under `$XDG_CACHE_HOME/tp_residual` (default `~/.cache/tp_residual`), or, where that cannot be used,
 in a folder of this user's own under the temporary directory. A folder or file that another user could have written is never loaded from.
-Processes that start together build once: the first locks the folder, the others wait. A library ends with its own SHA-256, so that
-one that was cut short or damaged is built again instead of mapped. Needs no torch.
+Processes that start together build once: the first locks the folder, the others wait, and take its failure for their own. A library ends
+with its own SHA-256, so that one that was cut short or damaged is built again instead of mapped. Needs no torch.
 """
 
 import ctypes
+import errno
 import fcntl
 import functools
 import hashlib
@@ -18,8 +19,9 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -37,6 +39,8 @@ FLAGS = (
 NATIVE = ("-mcpu=native",) if platform.machine() == "aarch64" else ("-march=native",)
 COMPILERS = ("c++", "g++", "clang++")
 LIMIT_S = 120.0
+_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
+_WAY_OUT = "set CXX to a C++17 compiler that works here, or unset it if it is set"
 DIGEST_SIZE = hashlib.sha256().digest_size
 
 log = logging.getLogger(__name__)
@@ -62,7 +66,8 @@ def _result() -> ctypes.CDLL | BuildError:
     try:
         return _find_or_build()
     except BuildError as error:
-        log.info("no compiled CPU kernels, plain torch is used: %s", error)
+        if os.environ.get("RANK", "0") == "0":  # the launcher's; all ranks of a machine find the same
+            log.info("no compiled CPU kernels, plain torch is used: %s", error)
         return error
 
 
@@ -81,6 +86,7 @@ def holding_lock(compiled: ctypes.CDLL) -> ctypes.PyDLL:
 
 
 def _find_or_build() -> ctypes.CDLL:
+    began = time.time()
     compiler = _compiler()
     name = f"kernels-{_key(compiler)}.so"
     refused = []
@@ -88,7 +94,7 @@ def _find_or_build() -> ctypes.CDLL:
         try:
             private = _made_private(folder)
             with _locked(private):
-                return _load(private / name) or _build(compiler, private, name)
+                return _load(private / name) or _build_or_remember(compiler, private, name, began)
         except (
             OSError
         ) as error:  # unwritable, full, mounted without execution; BuildError is the compiler's and the same everywhere
@@ -100,7 +106,13 @@ def _find_or_build() -> ctypes.CDLL:
 
 def _compiler() -> list[str]:
     """$CXX if it is set, else the first of COMPILERS that is installed."""
-    if chosen := shlex.split(os.environ.get("CXX", "")):
+    try:
+        chosen = shlex.split(os.environ.get("CXX", ""))
+    except ValueError as error:
+        raise BuildError(
+            f"CXX={os.environ['CXX']} is no command ({error}); unset it or name a C++17 compiler"
+        ) from None
+    if chosen:
         if shutil.which(chosen[0]) is None:
             raise BuildError(f"CXX={os.environ['CXX']} names no program; unset it or name a C++17 compiler")
         return chosen
@@ -179,10 +191,27 @@ def _load(path: Path) -> ctypes.CDLL | None:
     return ctypes.CDLL(str(path)) if hashlib.sha256(body).digest() == digest else None
 
 
+def _build_or_remember(compiler: list[str], folder: Path, name: str, began: float) -> ctypes.CDLL:
+    """Called with the lock held. A failure of another process since `began` is this one's: it waited for it, and would only repeat it."""
+    failures: dict[str, type[BuildError | OSError]] = {"failed": BuildError, "full": OSError}
+    for ending, kind in failures.items():
+        left = folder / f"{name}.{ending}"
+        with suppress(FileNotFoundError):
+            if left.stat().st_mtime > began:
+                raise kind(left.read_text() or f"another process has just failed here ({ending})")
+    try:
+        return _build(compiler, folder, name)
+    except (BuildError, OSError) as error:
+        with suppress(OSError):  # where nothing can be written, each process has to find out
+            (folder / f"{name}.{'failed' if isinstance(error, BuildError) else 'full'}").write_text(str(error))
+        raise
+
+
 def _build(compiler: list[str], folder: Path, name: str) -> ctypes.CDLL:
     """Compiles into a folder of its own and renames, so that no reader sees a part. Called with the lock held."""
     for left in folder.glob("build-*"):  # by a process that was ended
         shutil.rmtree(left, ignore_errors=True)
+    log.info("compiling the CPU kernels: some seconds, once on this machine")
     with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as scratch:
         output = Path(scratch) / name
         # one translation unit: what the files share is compiled once
@@ -194,7 +223,12 @@ def _build(compiler: list[str], folder: Path, name: str) -> ctypes.CDLL:
             _run([*command, *NATIVE], TMPDIR=scratch)
         except BuildError:  # a compiler that does not know this CPU: its default is slower, with the same bits
             _run(command, TMPDIR=scratch)
-        body = output.read_bytes()
+        try:
+            body = output.read_bytes()
+        except FileNotFoundError:
+            raise BuildError(
+                f"{shlex.join(compiler)} ended without an error and wrote no library; {_WAY_OUT}"
+            ) from None
         output.write_bytes(body + hashlib.sha256(body).digest())
         os.replace(output, folder / name)
     loaded = _load(folder / name)
@@ -204,7 +238,10 @@ def _build(compiler: list[str], folder: Path, name: str) -> ctypes.CDLL:
 
 
 def _run(command: list[str], **environment: str) -> str:
-    """Standard output of a compiler's run; raises `BuildError` with the command and its first complaint."""
+    """Standard output of a compiler's run.
+
+    Raises `BuildError` with the command and its first complaint; OSError if it found no room, which another folder may have.
+    """
     try:
         done = subprocess.run(
             command,
@@ -216,9 +253,11 @@ def _run(command: list[str], **environment: str) -> str:
             timeout=LIMIT_S,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"{shlex.join(command)} did not run: {error}") from error
+        raise BuildError(f"{shlex.join(command)} did not run: {error}; {_WAY_OUT}") from error
     if done.returncode:
         lines = done.stderr.splitlines() or ["no output"]
         complaint = next((line for line in lines if "error" in line), lines[0])
-        raise BuildError(f"{shlex.join(command)} failed with code {done.returncode}: {complaint.strip()}")
+        if any(full in done.stderr for full in _FULL):
+            raise OSError(f"{command[0]} found no room: {complaint.strip()}")
+        raise BuildError(f"{shlex.join(command)} failed with code {done.returncode}: {complaint.strip()}; {_WAY_OUT}")
     return done.stdout

@@ -4,13 +4,19 @@ Everything is computed in fp32 (fp64 stays fp64) and each result is rounded once
 to a library's choice of fused multiply-add or approximate square root, so that Triton and C++ can be compared with `torch.equal`.
 """
 
+from ctypes import c_float
 from dataclasses import dataclass
-from typing import Literal
+from math import isfinite
+from numbers import Real
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from tp_residual.errors import UserError
+
 WIDE = (torch.float32, torch.float64)
+Kind = Literal["rms", "layer"]
 
 
 @dataclass(frozen=True)
@@ -18,13 +24,24 @@ class NormSpec:
     """What a norm computes, without its parameters.
 
     weight_offset: 1.0 for models that store `w - 1`. weight_after_cast: round the normalised value to the output dtype first and
-    multiply then (the Llama order, two roundings), instead of one rounding at the end.
+    multiply then (the Llama order, two roundings), instead of one rounding at the end. Raises UserError for anything that is no norm;
+    whether eps can be used is asked where it is used (`usable_eps`).
     """
 
     eps: float
-    kind: Literal["rms", "layer"] = "rms"
+    kind: Kind = "rms"
     weight_offset: float = 0.0
     weight_after_cast: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise UserError(f"kind={self.kind!r} is not a norm that is known; use 'rms' or 'layer'")
+        for name, value in (("eps", self.eps), ("weight_offset", self.weight_offset)):
+            require_number(name, value)
+        if not isfinite(c_float(self.weight_offset).value):
+            raise UserError(
+                f"weight_offset={self.weight_offset} is not finite in float32; use 0.0, or 1.0 for models that store w - 1"
+            )
 
 
 @dataclass(frozen=True)
@@ -42,6 +59,17 @@ class AddNormSpec:
     update_scale: float = 1.0
     skip_scale: float = 1.0
     round_update: torch.dtype | None = None
+
+
+def require_number(name: str, value: object) -> None:
+    """Raises UserError for text, None, a tensor."""
+    if not isinstance(value, float) and not isinstance(value, Real):
+        raise UserError(f"{name}={value!r} is a {type(value).__name__}, not a number; pass a Python float")
+
+
+def usable_eps(eps: float) -> bool:
+    """Above 0 and finite in fp32, in which it is added: else a row of zeros is divided by zero, or every row by infinity."""
+    return 0.0 < c_float(eps).value < float("inf")
 
 
 def widen(x: Tensor) -> Tensor:

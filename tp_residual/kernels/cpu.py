@@ -10,16 +10,18 @@ import ctypes
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal, NamedTuple, Self
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tp_residual.errors import UserError
 from tp_residual.kernels import build
-from tp_residual.kernels.contract import AddNormSpec, NormSpec
+from tp_residual.kernels.add_norm_operands import Operands, overlap, require_tensors, same_memory
+from tp_residual.kernels.contract import AddNormSpec, NormSpec, usable_eps
 
 Order = Literal["contract", "fast"]
+Outputs = tuple[Tensor | None, Tensor | None]  # the new residual, if it is wanted, and the normed value
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 NO_DTYPE = -1
@@ -67,7 +69,7 @@ class _Call(ctypes.Structure):
     """csrc/add_norm.cpp's AddNormCall."""
 
     _fields_ = (
-        ("row", ctypes.POINTER(RowSpec)),
+        ("row", ctypes.c_void_p),
         ("tokens", ctypes.c_int64),
         ("residual", ctypes.c_void_p),
         ("update", ctypes.c_void_p),
@@ -81,6 +83,7 @@ class _Call(ctypes.Structure):
         ("update_dtype", ctypes.c_int32),
         ("fast", ctypes.c_int32),
         ("threads", ctypes.c_int32),
+        ("wary", ctypes.c_int32),
     )
 
 
@@ -99,7 +102,7 @@ def add_norm(
     residual: Tensor | None,
     update: Tensor | None,
     *,
-    residual_out: Tensor,
+    residual_out: Tensor | None,
     normed_out: Tensor | None,
     update_bias: Tensor | None = None,
     update_weight: Tensor | None = None,
@@ -109,27 +112,174 @@ def add_norm(
     order: Order = "contract",
     threads: int | None = None,
 ) -> None:
-    """`contract.add_norm` into `residual_out` (stream dtype) and `normed_out` (output dtype; None exactly if there is no norm).
+    """`contract.add_norm` into `residual_out` (stream dtype; None: only its norm is wanted) and `normed_out` (output dtype; None exactly if
+    there is no norm).
 
     Rows `[tokens, D]` with any stride between rows, parameters `[D]`; zero tokens do nothing. An output may be an input itself (in place),
     but not overlap one otherwise, nor the other output. order: `contract` gives `contract.add_norm`'s bits (a NaN stays a NaN, its sign and
     payload are open), `fast` sums each row in a free order. threads: at most this many (default: torch's number), fewer when
     there is little to do, and the same bits with any number. Raises `UserError` for operands that do not fit, `BuildError` without kernels.
     """
+    operands = Operands(residual, update, update_bias, update_weight, update_norm_bias, weight, norm_bias)
+    outputs = residual_out, normed_out
+    _require_tensors(operands, outputs)
+    known = order in ("contract", "fast") and (threads is None or threads > 0)
+    if known and run_known("cpu", spec, operands, outputs, fast=order == "fast", threads=threads):
+        return
     prepare(
         spec,
         residual,
         update,
         residual_out=residual_out,
         normed_out=normed_out,
-        update_bias=update_bias,
-        update_weight=update_weight,
-        update_norm_bias=update_norm_bias,
-        weight=weight,
-        norm_bias=norm_bias,
+        **operands.parameters(),
         order=order,
         threads=threads,
     )()
+    remember("cpu", spec, operands, outputs)
+
+
+class _Known(NamedTuple):
+    """What calls of one kind have in common: the row spec, its address, and the codes of the operands' dtypes."""
+
+    row: RowSpec
+    row_at: int
+    residual_dtype: int
+    update_dtype: int
+
+
+# Calls whose presence of operands and dtypes were found right: of one checker, since another refuses other things.
+_known: dict[tuple[object, ...], _Known] = {}
+_MAX_KNOWN = 4096  # a model has some hundred
+_ROWS_AND_PARAMETERS = (*Operands._fields, "residual_out", "normed_out")
+
+
+def run_known(
+    checker: str,
+    spec: AddNormSpec,
+    operands: Operands,
+    outputs: Outputs,
+    *,
+    fast: bool,
+    threads: int | None = None,
+) -> bool:
+    """Compute it if `checker` has passed such a call before, and these tensors are contiguous, of the same sizes and apart in memory.
+
+    False: nothing was written, and the thorough checks have to say whether it is wrong or only unusual. Written out for the sake of its
+    few microseconds, and the memory is compared in the C++ function.
+    """
+    found = _key(checker, spec, operands, outputs)
+    if found is None:
+        return False
+    key, pointers, (tokens, size) = found
+    known = _known.get(key)
+    if known is None:
+        return False
+    call = _Call(
+        known.row_at,
+        tokens,
+        *pointers,
+        size,
+        size,
+        size,
+        size,
+        known.residual_dtype,
+        known.update_dtype,
+        fast,
+        threads or torch.get_num_threads(),
+        True,
+    )
+    return not _functions()[tokens * size < HOLD_LOCK_BELOW](ctypes.addressof(call))
+
+
+def _key(
+    checker: str, spec: AddNormSpec, operands: Operands, outputs: Outputs
+) -> tuple[tuple[object, ...], list[int | None], torch.Size] | None:
+    """What a call is known by, its rows' addresses and their shape; None unless all is contiguous, on the CPU, and of its kind's size."""
+    residual, update, *parameters = operands
+    first = residual if residual is not None else update
+    if first is None:
+        return None
+    shape = first.shape
+    if len(shape) != 2 or not first.numel():
+        return None
+    key: list[object] = [checker, spec, shape[1]]
+    pointers: list[int | None] = []
+    for t in (residual, update):
+        if t is None:
+            key.append(None)
+            pointers.append(None)
+        elif t.is_contiguous() and t.is_cpu and (t is first or t.shape == shape):
+            key.append(t.dtype)
+            pointers.append(t.data_ptr())
+        else:
+            return None
+    for t in outputs:
+        if t is None:
+            key.append(None)
+            pointers.append(None)
+        elif t is residual or t is update:  # in place
+            at = t is not residual
+            key.append(key[3 + at])
+            pointers.append(pointers[at])
+        elif t.is_contiguous() and t.is_cpu and t.shape == shape:
+            key.append(t.dtype)
+            pointers.append(t.data_ptr())
+        else:
+            return None
+    row_shape = shape[1:]
+    for t in parameters:
+        if t is None:
+            key.append(None)
+        elif t.is_cpu and t.is_contiguous() and t.shape == row_shape:
+            key.append(t.dtype)
+            key.append(t.data_ptr())
+        else:
+            return None
+    return tuple(key), pointers, shape
+
+
+def remember(checker: str, spec: AddNormSpec, operands: Operands, outputs: Outputs) -> None:
+    """After `checker` has passed such a call and it has run here: the next one need not be checked for presence and dtypes."""
+    found = _key(checker, spec, operands, outputs)
+    if found is not None:
+        if len(_known) >= _MAX_KNOWN:
+            _known.clear()
+        row = _row_for(spec, operands)
+        _known[found[0]] = _Known(row, ctypes.addressof(row), *map(_code, operands[:2]))
+
+
+def run_checked(spec: AddNormSpec, operands: Operands, outputs: Outputs, *, fast: bool) -> None:
+    """`add_norm` of operands that fit each other and the spec, with unit stride in the last dimension."""
+    row = _row_for(spec, operands)
+    call = _call(row, operands, outputs, fast, None)
+    _functions()[operands.rows.numel() < HOLD_LOCK_BELOW](ctypes.addressof(call))
+
+
+def _row_for(spec: AddNormSpec, operands: Operands) -> RowSpec:
+    parameters = operands.parameters()
+    if operands.update is None:  # as in the contract, what would be done to it is not asked for
+        spec = spec if spec.update_norm is None else replace(spec, update_norm=None)
+        parameters |= dict.fromkeys(("update_bias", "update_weight", "update_norm_bias"))
+    return row_spec(spec, operands.rows.shape[1], **parameters)
+
+
+def _call(row: RowSpec, operands: Operands, outputs: Outputs, fast: bool, threads: int | None) -> _Call:
+    rows = (*operands[:2], *outputs)
+    return _Call(
+        ctypes.addressof(row),
+        operands.rows.shape[0],
+        *(None if t is None else t.data_ptr() for t in rows),
+        *(0 if t is None else t.stride(0) for t in rows),
+        *map(_code, operands[:2]),
+        fast,
+        threads or torch.get_num_threads(),
+        False,
+    )
+
+
+def _code(t: Tensor | None) -> int:
+    return NO_DTYPE if t is None else DTYPES[t.dtype]
 
 
 def prepare(
@@ -137,7 +287,7 @@ def prepare(
     residual: Tensor | None,
     update: Tensor | None,
     *,
-    residual_out: Tensor,
+    residual_out: Tensor | None,
     normed_out: Tensor | None,
     update_bias: Tensor | None = None,
     update_weight: Tensor | None = None,
@@ -151,39 +301,20 @@ def prepare(
 
     It reads and writes the memory that the tensors had when it was made, and keeps that alive.
     """
+    operands = Operands(residual, update, update_bias, update_weight, update_norm_bias, weight, norm_bias)
+    outputs = residual_out, normed_out
+    _require_tensors(operands, outputs)
     rows = {"residual": residual, "update": update, "residual_out": residual_out, "normed_out": normed_out}
-    given = {name: tensor for name, tensor in rows.items() if tensor is not None}
-    _check_rows(spec, given)
+    _check_rows(spec, {name: tensor for name, tensor in rows.items() if tensor is not None})
     if order not in ("contract", "fast"):
         raise UserError(f"order={order!r} is not a summation order; use 'contract' or 'fast'")
     if threads is not None and threads < 1:
         raise UserError(f"threads={threads} must be at least 1; leave it out for torch's number")
-    tokens, size = residual_out.shape
-    if update is None:  # as in the contract, what would be done to it is not asked for
-        spec = replace(spec, update_norm=None)
-        update_bias = update_weight = update_norm_bias = None
-    row = row_spec(
-        spec,
-        size,
-        update_bias=update_bias,
-        update_weight=update_weight,
-        update_norm_bias=update_norm_bias,
-        weight=weight,
-        norm_bias=norm_bias,
-    )
-    call = _Call(
-        row=ctypes.pointer(row),
-        tokens=tokens,
-        fast=order == "fast",
-        threads=threads or torch.get_num_threads(),
-        residual_dtype=NO_DTYPE if residual is None else DTYPES[residual.dtype],
-        update_dtype=NO_DTYPE if update is None else DTYPES[update.dtype],
-    )
-    for name, tensor in given.items():
-        setattr(call, name, tensor.data_ptr())
-        setattr(call, f"{name}_stride", tensor.stride(0))
+    row = _row_for(spec, operands)
+    call = _call(row, operands, outputs, order == "fast", threads)
+    tokens, size = operands.rows.shape
     function, address = _functions()[tokens * size < HOLD_LOCK_BELOW], ctypes.addressof(call)
-    memory = (call, *given.values(), update_bias, update_weight, update_norm_bias, weight, norm_bias)
+    memory = (call, row, operands, outputs)
 
     def run(_keep: object = memory) -> None:
         function(address)
@@ -258,9 +389,9 @@ def _row_spec(spec: AddNormSpec, size: int, where: tuple[tuple[int, int], ...]) 
 def _norm_spec(norm: NormSpec | None) -> _NormSpec:
     if norm is None:
         return _NormSpec()
-    if not norm.eps > 0:
+    if not usable_eps(norm.eps):
         raise UserError(
-            f"eps={norm.eps} must be above 0: a row of zeros would be divided by zero; use the config's value"
+            f"eps={norm.eps} must be above 0 and finite in float32: a row of zeros would be divided by zero; use the config's value"
         )
     return _NormSpec(norm.eps, norm.weight_offset, KINDS[norm.kind], norm.weight_after_cast)
 
@@ -273,6 +404,10 @@ def _check_dtype(name: str, dtype: torch.dtype) -> None:
         )
 
 
+def _require_tensors(operands: Operands, outputs: Outputs) -> None:
+    require_tensors(_ROWS_AND_PARAMETERS, operands + outputs)
+
+
 def _check_rows(spec: AddNormSpec, rows: dict[str, Tensor]) -> None:
     """Raises `UserError` unless the rows are laid out as `add_norm` says."""
     if "residual" not in rows and "update" not in rows:
@@ -280,65 +415,42 @@ def _check_rows(spec: AddNormSpec, rows: dict[str, Tensor]) -> None:
     if (spec.norm is not None) != ("normed_out" in rows):
         has = "a norm and no" if spec.norm is not None else "no norm and a"
         raise UserError(f"there is {has} normed_out; pass it exactly if the spec has a norm")
-    shape = rows["residual_out"].shape
+    dtypes = {"residual_out": spec.stream_dtype, "normed_out": spec.output_dtype}
+    outputs = [(name, rows[name], dtype) for name, dtype in dtypes.items() if name in rows]
+    if not outputs:
+        raise UserError("residual_out and normed_out are both None, which leaves nothing to write; give at least one")
+    first, shape = outputs[0][0], outputs[0][1].shape
     if len(shape) != 2 or shape[1] == 0:
-        raise UserError(f"residual_out has shape {list(shape)}, not [tokens, D] with D at least 1")
-    outputs = [(name, rows[name]) for name in ("residual_out", "normed_out") if name in rows]
+        raise UserError(f"{first} has shape {list(shape)}, not [tokens, D] with D at least 1")
     for name, tensor in rows.items():
         _check_dtype(name, tensor.dtype)
         if tensor.device.type != "cpu":
             raise UserError(f"{name} is on {tensor.device}; this kernel is for the CPU")
         if tensor.shape != shape:
-            raise UserError(f"{name} has shape {list(tensor.shape)}, residual_out {list(shape)}; make them equal")
+            raise UserError(f"{name} has shape {list(tensor.shape)}, {first} {list(shape)}; make them equal")
         if shape[1] > 1 and tensor.stride(1) != 1:
             raise UserError(f"{name} has strides {list(tensor.stride())}; its last dimension must be contiguous")
-    for (name, tensor), dtype in zip(outputs, (spec.stream_dtype, spec.output_dtype), strict=False):
+    for name, tensor, dtype in outputs:
         if tensor.dtype != dtype:
             raise UserError(f"{name} is {tensor.dtype}, and the spec says {dtype}; make them equal")
         if shape[0] > 1 and tensor.stride(0) < shape[1]:
             raise UserError(
                 f"{name}'s rows overlap: stride {tensor.stride(0)} for {shape[1]} elements; pass a contiguous output"
             )
-    places = {name: _Place.of(tensor) for name, tensor in rows.items()}
-    for name, _ in outputs:
-        for other in rows:
-            in_place = other in ("residual", "update") and places[name] == places[other]
-            if other != name and not in_place and places[name].meets(places[other]):
+    for name, tensor, _ in outputs:
+        for other, there in rows.items():
+            in_place = other in ("residual", "update") and same_memory(tensor, there)
+            if other != name and not in_place and overlap(tensor, there):
                 raise UserError(f"{name} overlaps {other} without being the same memory; pass another output")
 
 
-class _Place(NamedTuple):
-    """Where rows lie, in bytes."""
-
-    start: int
-    end: int
-    stride: int
-    row: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Self:
-        tokens, size = tensor.shape
-        element, start = tensor.element_size(), tensor.data_ptr()
-        stride, row = tensor.stride(0) * element, size * element
-        return cls(start, start + (tokens - 1) * stride + row if tokens else start, stride, row)
-
-    def meets(self, other: "_Place") -> bool:
-        """Whether they overlap: row by row at equal strides (two halves of one buffer do not), else the ranges from first to last byte."""
-        if self.start >= other.end or other.start >= self.end:
-            return False
-        if self.stride != other.stride or self.stride < max(self.row, other.row):
-            return True
-        offset = (other.start - self.start) % self.stride
-        return offset < self.row or offset + other.row > self.stride
-
-
 @functools.cache
-def _functions() -> tuple[Callable[[int], None], Callable[[int], None]]:
-    """tpr_add_norm of a call's address: without and with Python's global lock kept."""
+def _functions() -> tuple[Callable[[int], int], Callable[[int], int]]:
+    """tpr_add_norm of a call's address: without and with Python's global lock kept. Not 0 where it was wary and wrote nothing."""
     library = build.library()
     functions = []
     for handle in (library, build.holding_lock(library)):
         function = handle.tpr_add_norm
-        function.argtypes, function.restype = (ctypes.c_void_p,), None
+        function.argtypes, function.restype = (ctypes.c_void_p,), ctypes.c_int32
         functions.append(function)
     return functions[0], functions[1]

@@ -5,9 +5,10 @@ needs a gradient sum, between its two holders. Loading, gradient sync, gradient 
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,13 @@ from torch import Tensor, nn
 from tp_residual.errors import LayoutError
 from tp_residual.parallel.group import TensorParallelGroup
 from tp_residual.parallel.splits import Split
+
+# Of a gradient sum: large enough to hide a collective's fixed cost, small enough to bound its copies.
+BUCKET_BYTES = 25 << 20
+
+_MIXED = -1  # in place of the version of a gradient that was summed
+
+_asked: WeakKeyDictionary[TensorParallelGroup, int] = WeakKeyDictionary()  # a name is shared once in a group's life
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,28 +114,113 @@ def replicated_block(name: str, parameter: nn.Parameter, size: int, *, partial_g
     )
 
 
-def sync_gradients(blocks: Iterable[ParameterBlock], group: TensorParallelGroup) -> None:
-    """Sum the partial gradients over their holders: one fp32 sum for each set of holders. Call it once, before the optimizer step.
+def sync_gradients(
+    blocks: Iterable[ParameterBlock], group: TensorParallelGroup, *, bucket_bytes: int = BUCKET_BYTES
+) -> None:
+    """Sum the partial gradients over their holders. Call it once, after the last backward pass of a step and before clipping.
 
-    A parameter without a gradient counts as zero, so that all holders take part whatever their inputs reached.
+    Each set of holders sums flat buckets of at most `bucket_bytes`, in fp32 (fp64 gradients in fp64), whatever the blocks' number and
+    sizes. A parameter without a gradient counts as zero, so that all holders take part whatever their inputs reached. Raises LayoutError
+    for a gradient that has been summed before: again, it would count once a holder. In checked mode all ranks raise when one does.
     """
-    by_holders: dict[tuple[int, ...], list[ParameterBlock]] = defaultdict(list)
-    for block in blocks:
-        if block.partial_gradient and block.parameter.requires_grad:
-            by_holders[block.holders].append(block)
-    for holders in sorted(by_holders):  # the same order everywhere, so that overlapping sets cannot wait for each other
-        shared = by_holders[holders]
-        for block in shared:
-            if block.parameter.grad is None:
-                block.parameter.grad = torch.zeros_like(block.parameter)
-        grads = [block.of(block.parameter.grad) for block in shared if block.parameter.grad is not None]
-        wide = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
-        flat = torch.cat([grad.reshape(-1).to(wide) for grad in grads])
-        total = group.subgroup(holders).run(
-            "all_reduce", "sync_gradients", flat, lambda transport, t: transport.all_reduce(t)
-        )
-        for grad, summed in zip(grads, total.split([grad.numel() for grad in grads]), strict=True):
-            grad.copy_(summed.view(grad.shape))
+    shared = [block for block in blocks if block.partial_gradient and block.parameter.requires_grad]
+    _refuse_summed(shared, group)
+    by_holders: dict[tuple[tuple[int, ...], bool], list[Tensor]] = defaultdict(list)
+    for block in shared:
+        if block.parameter.grad is None:
+            block.parameter.grad = torch.zeros_like(block.parameter)
+        by_holders[block.holders, block.parameter.dtype == torch.float64].append(block.of(block.parameter.grad))
+    # the same order everywhere, so that overlapping sets cannot wait for each other
+    for holders, wide in sorted(by_holders):
+        members, dtype = group.subgroup(holders), torch.float64 if wide else torch.float32
+        with torch.no_grad():
+            for bucket in _buckets(by_holders[holders, wide], max(1, bucket_bytes // dtype.itemsize)):
+                flat = torch.cat([piece.to(dtype) for piece in bucket])
+                total = members.run("all_reduce", "sync_gradients", flat, lambda transport, t: transport.all_reduce(t))
+                for piece, summed in zip(bucket, total.split([piece.numel() for piece in bucket]), strict=True):
+                    piece.copy_(summed)
+    for block in shared:
+        if block.parameter.grad is not None:
+            mark_summed(block.parameter.grad)
+
+
+def _buckets(grads: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:
+    """One-dimensional pieces of the gradients in order, together at most `limit` elements; a large gradient is cut.
+
+    Sums are written to the pieces; they have reached every gradient once the iterator is at its end.
+    """
+    bucket: list[Tensor] = []
+    free = limit
+    copies: list[tuple[Tensor, Tensor]] = []
+    for grad in grads:
+        flat = grad.reshape(-1)
+        if not grad.is_contiguous():
+            copies.append((grad, flat))
+        while flat.numel():
+            piece, flat = flat[:free], flat[free:]
+            bucket.append(piece)
+            free -= piece.numel()
+            if free == 0:
+                yield bucket
+                bucket, free = [], limit
+    if bucket:
+        yield bucket
+    for grad, flat in copies:
+        grad.copy_(flat.view(grad.shape))
+
+
+# -- what has been summed
+#
+# The mark lies on the gradient tensor itself: a new gradient has none, so "not summed" is what is believed without proof.
+
+
+def mark_summed(grad: Tensor) -> None:
+    """This gradient, as it is now, is the sum over its holders."""
+    grad.tp_residual_summed = grad._version  # type: ignore[attr-defined]
+
+
+def mark_mixed(grad: Tensor) -> None:
+    """A summand was accumulated onto a sum: the whole can no longer be had from it."""
+    grad.tp_residual_summed = _MIXED  # type: ignore[attr-defined]
+
+
+def clear_mark(grad: Tensor) -> None:
+    """It is a summand again."""
+    if hasattr(grad, "tp_residual_summed"):
+        del grad.tp_residual_summed
+
+
+def is_summed(grad: Tensor) -> bool:
+    """It has been summed, and nobody has seen anything accumulate since (seen: by the hooks of `training.attach` in checked mode)."""
+    return getattr(grad, "tp_residual_summed", _MIXED) != _MIXED
+
+
+def is_mixed(grad: Tensor) -> bool:
+    return getattr(grad, "tp_residual_summed", None) == _MIXED
+
+
+def _refuse_summed(shared: list[ParameterBlock], group: TensorParallelGroup) -> None:
+    problem = ""
+    for block in shared:
+        grad = block.parameter.grad
+        if grad is not None and is_mixed(grad):
+            problem = f"the gradient of {block.name} was summed, and then more was accumulated onto it; accumulate first, sum once"
+        elif grad is not None and getattr(grad, "tp_residual_summed", None) == grad._version:
+            problem = f"the gradient of {block.name} has been summed already, and would count once more for each of its holders"
+        if problem:
+            break
+    raise_together(problem and f"sync_gradients(): {problem}; zero_grad() between steps", group)
+
+
+def raise_together(problem: str, group: TensorParallelGroup) -> None:
+    """Raises LayoutError(problem) unless it is empty; in checked mode on every rank when any rank has one, by the side channel."""
+    if group.checked and group.size > 1:
+        number = _asked[group] = _asked.get(group, 0) + 1
+        for rank, theirs in enumerate(group.share(f"problem {number}", problem)):
+            if theirs:
+                raise LayoutError(f"rank {rank} of {group.size}: {theirs}")
+    elif problem:
+        raise LayoutError(problem)
 
 
 def grad_norm(blocks: Iterable[ParameterBlock], group: TensorParallelGroup, p: float = 2.0) -> Tensor:

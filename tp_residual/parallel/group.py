@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import count
 from typing import Literal
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tp_residual.errors import CollectiveError, UserError
+from tp_residual.kernels.build import unavailable
 from tp_residual.parallel.liveness import Process, WaitReporter, said
 from tp_residual.parallel.record import CollectiveRecord, Counters, Limits, call_site
 from tp_residual.parallel.shared import SharedTransport
@@ -200,9 +201,13 @@ class TensorParallelGroup:
         if not isinstance(opened, str):
             self.transport = opened
         elif forced:
+            self._let_peers_read("no shared memory")
             raise UserError(f"transport='shared' cannot run here: {opened}; leave the choice to transport='auto'")
         elif self.rank == 0 and self.device.type == "cpu":
-            logger.info("transport: %s, since shared memory cannot be used: %s", self.transport_name, opened)
+            why = (
+                "there are no compiled kernels" if opened == unavailable() else opened
+            )  # which the build has explained
+            logger.info("transport: %s, since shared memory cannot be used: %s", self.transport_name, why)
 
     def enter_phase(self, name: str) -> None:
         """From here on this rank's waits have the limit of phase `name`, and say so when they expire."""
@@ -326,6 +331,7 @@ class TensorParallelGroup:
         for rank, theirs in enumerate(everybody):
             for key, value in everybody[0].items():
                 if theirs.get(key) != value:
+                    self._let_peers_read(name)
                     raise UserError(
                         f"ranks differ in {name}: {key} is {value} on rank 0 and {theirs.get(key)} on rank {rank}; start all ranks alike"
                     )
@@ -369,7 +375,7 @@ class TensorParallelGroup:
             calls.append(self.store.get(key).decode())
         parted = next((peer for peer in range(self.size) if calls[peer] != call), None)
         if parted is not None:
-            self._let_peers_read(number)
+            self._let_peers_read(f"call {number}")
             raise CollectiveError(
                 f"ranks have parted ways: rank {self.rank} is at {call}, rank {parted} is at {calls[parted]}; "
                 "one of them skipped, added or reordered a collective"
@@ -377,10 +383,14 @@ class TensorParallelGroup:
         if number > 2:  # everybody has posted this number, so has read all of the one before last
             self.store.delete_key(f"call/{number - 2}/{self.rank}")
 
-    def _let_peers_read(self, number: int) -> None:
-        """Rank 0 takes the side channel along when it leaves: not before the others have read what parted them, or are late."""
-        self.store.set(f"read/{number}/{self.rank}", "")
-        keys = [f"read/{number}/{peer}" for peer in range(self.size)]
+    def _let_peers_read(self, what: str) -> None:
+        """Before all ranks raise the same: rank 0 takes the side channel along when it leaves, and waits for the others to have read why.
+
+        Or for them to be late.
+        """
+        with suppress(RuntimeError):  # a rank that is too late for rank 0 has read what it raises
+            self.store.set(f"read/{what}/{self.rank}", "")
+        keys = [f"read/{what}/{peer}" for peer in range(self.size)]
         end = time.monotonic() + _PEER_REPORT_S
         while self.rank == 0 and not self.store.check(keys) and time.monotonic() < end:
             time.sleep(0.01)

@@ -25,6 +25,7 @@ from torch import Tensor
 from tp_residual.kernels.build import library, unavailable
 from tp_residual.parallel.liveness import Process
 from tp_residual.parallel.record import Limits
+from tp_residual.parallel.transport import require_chunks
 
 DIRECTORY = "/dev/shm"
 MAX_RANKS = 64
@@ -109,6 +110,29 @@ class _NoSegment(Exception):
 
 
 @dataclass(frozen=True)
+class _NotOpened:
+    """There was a segment, and some rank could not have it."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Made:
+    """Rank 0's segment, and the descriptor that keeps it until all ranks have mapped it."""
+
+    path: str
+    token: str
+    descriptor: int
+    named: bool
+
+    def let_go(self) -> None:
+        os.close(self.descriptor)
+        if self.named:
+            with contextlib.suppress(OSError):
+                os.unlink(self.path)
+
+
+@dataclass(frozen=True)
 class _Peer:
     rank: int
     pidfd: int
@@ -173,8 +197,9 @@ class SharedTransport:
         """A transport among the ranks of `group`, or the reason why there is none; the same answer on every rank.
 
         All ranks call it, since they decide together through its side channel, where a group's second segment needs another `name`. It
-        takes `2 * size * slot_bytes` in `directory`, reserved before anybody uses it, and has no name there once all ranks have mapped it.
-        Raises CollectiveError when a rank does not come.
+        takes `2 * size * slot_bytes` in `directory`, reserved before anybody uses it. It has no name there, so that nothing is left however
+        the ranks end; only where a file without one cannot be made or opened does it have a name until all ranks have mapped it. Raises
+        CollectiveError when a rank does not come.
         """
         size = group.size
         if not 2 <= size <= MAX_RANKS:
@@ -182,34 +207,46 @@ class SharedTransport:
         slot_bytes = slot_bytes or min(_SLOT_PER_RANK * size, _SLOT_LIMIT)
         slot_bytes = -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         total = _slots_at(size) + 2 * size * slot_bytes
-        offer: dict[str, Any] = {
-            "reason": unavailable() or "",
-            "cores": sorted(os.sched_getaffinity(0)),
-            "path": "",
-            "token": "",
-        }
+        opened = cls._attempt(group, f"{name} segment", slot_bytes, total, directory, named=False)
+        if isinstance(opened, _NotOpened):
+            opened = cls._attempt(group, f"{name} named segment", slot_bytes, total, directory, named=True)
+        return opened.reason if isinstance(opened, _NotOpened) else opened
+
+    @classmethod
+    def _attempt(
+        cls, group: Members, name: str, slot_bytes: int, total: int, directory: str, *, named: bool
+    ) -> "SharedTransport | str | _NotOpened":
+        made: _Made | None = None
+        path = ""
+        offer: dict[str, Any] = {"reason": unavailable() or "", "cores": sorted(os.sched_getaffinity(0))}
         try:
             if group.rank == 0 and not offer["reason"]:
-                offer |= _create(directory, total)
-            offers = [json.loads(text) for text in group.share(f"{name} segment", json.dumps(offer))]
-            offer["path"] = offers[0]["path"]
+                try:
+                    made = _create(directory, total, named)
+                    offer |= {"path": made.path, "token": made.token}
+                except _NoSegment as error:
+                    offer["reason"] = str(error)
+            offers = [json.loads(text) for text in group.share(name, json.dumps(offer))]
+            path = offers[0].get("path", "")
             if reason := _first_reason([theirs["reason"] for theirs in offers]):
                 return reason
             cores = len(set().union(*(theirs["cores"] for theirs in offers)))
             mapped: SharedTransport | str
             try:
-                segment, peers = _map(offers[0]["path"], offers[0]["token"], total), _watch(group)
+                segment, peers = _map(path, offers[0]["token"], total), _watch(group)
                 mapped = cls(segment, slot_bytes, group.rank, peers, cores, group.limits)
             except _NoSegment as error:
                 mapped = str(error)
-            reason = _first_reason(group.share(f"{name} segment mapped", mapped if isinstance(mapped, str) else ""))
+            reason = _first_reason(group.share(f"{name} mapped", mapped if isinstance(mapped, str) else ""))
             if reason and isinstance(mapped, SharedTransport):
                 mapped.close()
-            return reason or mapped
+            return _NotOpened(reason) if reason else mapped
         finally:
-            if offer["path"]:
+            if made is not None:
+                made.let_go()
+            elif path and not _is_nameless(path):
                 with contextlib.suppress(OSError):  # every rank tries: the one that made it may be dead
-                    os.unlink(offer["path"])
+                    os.unlink(path)
 
     def close(self) -> None:
         """Leave. Peers that still wait for this rank hear of it at once."""
@@ -243,6 +280,7 @@ class SharedTransport:
 
     def ordered_reduce_scatter(self, x: Tensor) -> Tensor:
         """This rank's chunk of the sum, 16-bit types widened to fp32 and not rounded back."""
+        require_chunks("reduce_scatter", x, self.size)
         out = torch.empty((x.shape[0] // self.size, *x.shape[1:]), dtype=_wide(x))
         self._sum(SCATTER, x, out, self.rank * out.numel())
         return out
@@ -253,6 +291,7 @@ class SharedTransport:
         return out
 
     def all_to_all(self, x: Tensor) -> Tensor:
+        require_chunks("all_to_all", x, self.size)
         out = torch.empty_like(x)
         self._move(_ALL_TO_ALL, x, out, x.numel() // self.size * x.element_size())
         return out
@@ -364,33 +403,48 @@ def _first_reason(reasons: Sequence[str]) -> str:
     return reasons[rank] if len(set(reasons)) == 1 else f"rank {rank}: {reasons[rank]}"
 
 
-def _create(directory: str, total: int) -> dict[str, str]:
-    """A new file of `total` bytes that are really there, so that no write to it can end in SIGBUS; or the reason."""
-    path, token = os.path.join(directory, f"tp_residual-{secrets.token_hex(16)}"), secrets.token_hex(_TOKEN_BYTES // 2)
+def _create(directory: str, total: int, named: bool) -> _Made:
+    """A new file of `total` bytes that are really there, so that no write to it can end in SIGBUS. Raises _NoSegment.
+
+    Unless `named`, and where the file system can, it has no name: peers open it through /proc, as a descriptor of this process.
+    """
+    made: _Made | None = None
+    token = secrets.token_hex(_TOKEN_BYTES // 2)
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        if not named:
+            with contextlib.suppress(OSError):  # not every file system can; what else is wrong shows below
+                descriptor = os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+                made = _Made(f"/proc/{os.getpid()}/fd/{descriptor}", token, descriptor, named=False)
+        if made is None:
+            path = os.path.join(directory, f"tp_residual-{secrets.token_hex(16)}")
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            made = _Made(path, token, descriptor, named=True)
     except OSError as error:
-        return {"reason": f"no file can be made in {directory}: {error.strerror}"}
+        raise _NoSegment(f"no file can be made in {directory}: {error.strerror}") from error
     try:
-        os.fchmod(descriptor, 0o600)  # whatever the umask
-        os.posix_fallocate(descriptor, 0, total)
-        os.pwrite(descriptor, token.encode(), 0)
+        os.fchmod(made.descriptor, 0o600)  # whatever the umask
+        os.posix_fallocate(made.descriptor, 0, total)
+        os.pwrite(made.descriptor, token.encode(), 0)
     except OSError as error:
-        os.unlink(path)
+        made.let_go()
         room = os.statvfs(directory)
-        return {
-            "reason": f"the segment needs {total} bytes and {directory} has {room.f_bavail * room.f_frsize} free ({error.strerror}); "
+        raise _NoSegment(
+            f"the segment needs {total} bytes and {directory} has {room.f_bavail * room.f_frsize} free ({error.strerror}); "
             "enlarge it (docker run --shm-size, mount -o remount,size=)"
-        }
-    finally:
-        os.close(descriptor)
-    return {"path": path, "token": token}
+        ) from error
+    return made
+
+
+def _is_nameless(path: str) -> bool:
+    return path.startswith("/proc/")
 
 
 def _map(path: str, token: str, total: int) -> mmap.mmap:
     """The segment of that name, if it is the one that holds the token: another host has no such file."""
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        # a descriptor in /proc is a link, which is to be followed
+        follow = 0 if _is_nameless(path) else os.O_NOFOLLOW
+        descriptor = os.open(path, os.O_RDWR | follow | os.O_CLOEXEC)
     except OSError as error:
         raise _NoSegment(
             f"rank 0's segment {path} cannot be opened ({error.strerror}); only ranks of one host, in one container, share memory"

@@ -15,7 +15,7 @@ from tp_residual.kernels.contract import AddNormSpec
 from tp_residual.kernels.symmetric_triton import REPORT_WORDS, STATE_WORDS, Peers, all_gather, reduce_add_norm
 from tp_residual.kernels.triton_rows import DTYPES
 from tp_residual.parallel.group import TensorParallelGroup
-from tp_residual.parallel.transport import Transport
+from tp_residual.parallel.transport import Transport, require_chunks
 
 _FLAT_ROW = 4096  # elements, for inputs without rows of their own
 _MEETING_SHARE = (
@@ -45,6 +45,7 @@ class SymmetricTransport:
     def reduce_scatter(self, x: Tensor) -> Tensor:
         if x.dtype not in DTYPES:
             return self.library.reduce_scatter(x)
+        require_chunks("reduce_scatter", x, self.size)
         out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
         if not x.numel():
             return out

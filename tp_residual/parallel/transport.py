@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tp_residual.errors import LayoutError
 from tp_residual.parallel.record import Limits
 
 # torch 2.13 renamed these two; the older names warn there and are all that earlier releases have.
@@ -32,6 +33,14 @@ class Transport(Protocol):
     def all_gather(self, x: Tensor) -> Tensor: ...
     def all_to_all(self, x: Tensor) -> Tensor: ...
     def broadcast(self, x: Tensor, root: int) -> Tensor: ...
+
+
+def require_chunks(kind: str, x: Tensor, size: int) -> None:
+    """Raises LayoutError unless dimension 0 can be scattered: a wire trusts it, and would write beyond its buffers."""
+    if x.dim() == 0 or x.shape[0] % size:
+        raise LayoutError(
+            f"{kind} of shape {list(x.shape)} over {size} ranks: dimension 0 is scattered in equal chunks; pad it to a multiple of {size}"
+        )
 
 
 @runtime_checkable
@@ -83,6 +92,7 @@ class TorchTransport:
         return self._end(dist.all_reduce(out, group=self.process_group, async_op=True), x, out)
 
     def start_reduce_scatter(self, x: Tensor) -> Callable[[], Tensor]:
+        require_chunks("reduce_scatter", x, self.size)
         out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
         return self._end(_reduce_scatter(out, x, group=self.process_group, async_op=True), x, out)
 
@@ -91,6 +101,7 @@ class TorchTransport:
         return self._end(_all_gather(out, x, group=self.process_group, async_op=True), x, out)
 
     def start_all_to_all(self, x: Tensor) -> Callable[[], Tensor]:
+        require_chunks("all_to_all", x, self.size)
         out = torch.empty_like(x)
         return self._end(dist.all_to_all_single(out, x, group=self.process_group, async_op=True), x, out)
 
@@ -128,12 +139,14 @@ class PeerTransport:
         return self._sum(self._exchange([x] * self.size))
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
+        require_chunks("reduce_scatter", x, self.size)
         return self._sum(self._exchange(x.chunk(self.size)))
 
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.cat(self._exchange([x] * self.size))
 
     def all_to_all(self, x: Tensor) -> Tensor:
+        require_chunks("all_to_all", x, self.size)
         return torch.cat(self._exchange(x.chunk(self.size)))
 
     def broadcast(self, x: Tensor, root: int) -> Tensor:

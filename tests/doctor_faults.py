@@ -121,7 +121,9 @@ def replica_off(model: CausalLM) -> None:
 def summed_twice(model: CausalLM) -> None:
     """A row-parallel linear that has completed its own sum: the boundary sums it again."""
 
-    def again(stream: Stream, residual: Tensor | None, owed: Owed, _before: Tensor | None) -> tuple[Tensor | None, Owed]:
+    def again(
+        stream: Stream, residual: Tensor | None, owed: Owed, _before: Tensor | None
+    ) -> tuple[Tensor | None, Owed]:
         value = owed.partial.value
         total = summed(stream.boundary.group, value.detach(), "fault", True)
         return residual, replace(owed, partial=replace(owed.partial, value=total + 0 * value))
@@ -162,6 +164,11 @@ def unsynced_norm(model: CausalLM) -> None:
     """Under sequence parallelism a norm's gradient is a sum over tokens; here its block says that it is complete."""
     norm = model.model.layers[LAYER].input_layernorm
     norm.partial_gradient = False
+
+
+def weight_gradient_averaged(model: CausalLM) -> None:
+    """As a training loop that averages over tensor-parallel ranks would leave it."""
+    model.model.layers[LAYER].mlp.down_proj.weight.register_hook(lambda grad: grad / 2)
 
 
 def silent_sublayer(model: CausalLM) -> None:
@@ -218,6 +225,7 @@ FAULTS: dict[str, tuple[str, str, Callable[[CausalLM], None]]] = {
     "skip detached": ("skip gradient", "dead skip", skip_detached),
     "skip gradient doubled": ("skip gradient", "mis-scaled skip gradient: 2 times", skip_gradient_doubled),
     "unsummed norm gradient": ("gradient sync", "unsummed gradient", unsynced_norm),
+    "weight gradient averaged": ("parameter gradients", "0.5 times what is due", weight_gradient_averaged),
     "NaN": ("updates", "not finite", nan_inside),
     "rows of other ranks lost": ("updates", "wrong input", rank_reads_own),
 }

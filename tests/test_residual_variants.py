@@ -338,6 +338,25 @@ def test_shared_memory_gives_the_bits_of_reference(dtype: torch.dtype) -> None:
     run_ranks(2, check_executors_agree, dtype, names, transport="shared", checked=False, timeout_s=120)
 
 
+def check_with_and_without_gradients(group: TensorParallelGroup, names: list[str]) -> None:
+    """Composed of moves and plain arithmetic, or by the executor in one pass: the same bits, in 16 bits as well."""
+    for name, sequence_parallel, round_reduced in product(names, ("off", "on"), (False, True)):
+        config = config_of(name)
+        weights = {key: value.bfloat16() for key, value in variant_weights(config).items()}
+        model = sharded(
+            config, group, weights, dtype=torch.bfloat16, sequence_parallel=sequence_parallel,
+            boundary="reference", round_reduced=round_reduced,
+        ).eval()  # fmt: skip
+        with torch.no_grad():
+            executed = logits_of(model)
+        assert torch.equal(executed, logits_of(model).detach()), (name, sequence_parallel, round_reduced)
+
+
+def test_gradients_change_no_bits() -> None:
+    names = ["sandwich", "post", "granite", "macaron", "stochastic_depth", "macaron post", "sandwich ladder, scaled"]
+    run_ranks(2, check_with_and_without_gradients, names, timeout_s=120)
+
+
 # ---- configs ----
 
 
@@ -399,6 +418,8 @@ def test_the_plan_of_each_topology() -> None:
     assert [s.lag for layer in plan_layers(VARIANTS["ladder from layer 1"], 2) for s in layer] == [0, 0, 1, 1]
     assert plan_layers(PRESETS["deepnorm"].config, 8)[0][0].connection.skip_scale == 2.0
     assert plan_layers(PRESETS["lns"].config, 4)[3][0].input_scale == 0.5
+    dropped = plan_layers(PRESETS["stochastic_depth"].config, 2)  # linearly from 1 to 1 - 0.5
+    assert [s.keep for layer in dropped for s in layer] == [0.875, 0.75, 0.625, 0.5]
 
 
 # ---- sums that are started early ----

@@ -256,9 +256,7 @@ def _norms_due(case: Case) -> Iterator[str]:
 
 def probe_updates(case: Case) -> Finding:
     """Is each module's sum over ranks what the module computes in one process, from the same input?"""
-    observed, model = case.observed, case.observed.model
-    single = TensorParallelGroup.single(model.group.device)
-    layout = ModelLayout.of(model.config, 1)
+    observed = case.observed
     reads = _reads_by_plan(case)
     errors, fault = list[float](), None
     for plan, read in zip(case.plans, reads, strict=True):
@@ -270,16 +268,7 @@ def probe_updates(case: Case) -> Finding:
                 continue
             given, output = observed.inputs[key].detach().double(), observed.outputs[key]
             total = observed.update(output.value, output.bias)
-            module: nn.Module
-            options: Any = {"sequence_parallel": False, "dtype": torch.float64}
-            module = (
-                Attention(layout, plan.layer, single, **options)
-                if name == "self_attn"
-                else MLP(layout, plan.layer, single, **options)
-            )
-            load_state_dict_blocks(
-                parameter_blocks(module), {b.name: case.weights(f"{where}.{b.name}") for b in parameter_blocks(module)}
-            )
+            module = _alone(case, plan.layer, name)
             with torch.no_grad():
                 right = _run_alone(case, module, given)
             wrong_input, wrong = error(given, due[name]), error(total, right)
@@ -321,6 +310,17 @@ def probe_updates(case: Case) -> Finding:
         case.limit,
     )
     return replace(fault or fine, series=tuple(errors))
+
+
+def _alone(case: Case, layer: int, name: str) -> nn.Module:
+    """The whole of a sublayer's module in one process, in fp64."""
+    model = case.observed.model
+    single, layout = TensorParallelGroup.single(model.group.device), ModelLayout.of(model.config, 1)
+    kind: Any = Attention if name == "self_attn" else MLP
+    module: nn.Module = kind(layout, layer, single, sequence_parallel=False, dtype=torch.float64)
+    blocks = parameter_blocks(module)
+    load_state_dict_blocks(blocks, {b.name: case.weights(f"model.layers.{layer}.{name}.{b.name}") for b in blocks})
+    return module
 
 
 def _row_bias(module: nn.Module) -> Tensor | None:
@@ -543,6 +543,69 @@ def probe_replicated_gradients(case: Case) -> Finding:
     return fault or Finding(
         "gradient sync", "ok", f"{len(shared)} shared gradients are the same on all ranks", "", worst, case.limit
     )
+
+
+def probe_parameter_gradients(case: Case) -> Finding:
+    """Is each parameter's gradient, summed over its holders, that of one process from the same input and the same gradient of its output?
+
+    Modules and the norms that are read; after `sync_gradients`.
+    """
+    observed = case.observed
+    errors, fault = list[float](), None
+
+    def compare(name: str, due: Tensor | None) -> Finding | None:
+        found = case.weights.gather(name, gradient=True)
+        due = torch.zeros_like(found) if due is None else due.detach()
+        wrong = error(found, due) if float(due.norm()) > 0 else float(found.norm())
+        errors.append(wrong)
+        if wrong <= case.limit or fault is not None:
+            return None
+        return Finding(
+            "parameter gradients",
+            "fault",
+            _named_gradient("parameter", found, due, wrong, case.group.size),
+            name,
+            wrong,
+            case.limit,
+        )
+
+    for plan in case.plans:
+        for name in plan.modules:
+            output = observed.outputs.get((plan.layer, name))
+            if output is None or output.value.grad is None:
+                continue
+            where = f"model.layers.{plan.layer}.{name}"
+            module = _alone(case, plan.layer, name)
+            with torch.enable_grad():
+                update = _run_alone(case, module, observed.inputs[plan.layer, name].detach().double())
+            update.backward(output.value.grad.double())
+            for block in parameter_blocks(module):
+                grad = None if block.parameter.grad is None else block.of(block.parameter.grad)
+                fault = compare(f"{where}.{block.name}", grad) or fault
+        case.weights.forget()
+    for seen in observed.boundaries:
+        if seen.read is None or not seen.site.norm:
+            continue
+        gradient = observed.sum(torch.zeros_like(seen.read) if seen.read.grad is None else seen.read.grad)
+        names = [f"{seen.site.norm}.weight"] + (
+            [f"{seen.site.norm}.bias"] if case.expected.residual.norm == "layer" else []
+        )
+        leaves = {name: case.weights(name).clone().requires_grad_() for name in names}
+        with torch.enable_grad():
+            value = Expected(case.expected.config, leaves.__getitem__).norm(
+                observed.stream(seen.residual), seen.site.norm
+            )
+        for name, grad in zip(names, torch.autograd.grad(value, list(leaves.values()), gradient), strict=True):
+            fault = compare(name, grad) or fault
+    fine = Finding(
+        "parameter gradients",
+        "ok",
+        f"{len(errors)} gradients are those of one process",
+        "",
+        max(errors, default=0.0),
+        case.limit,
+    )
+    return replace(fault or fine, series=tuple(errors))
 
 
 # -- precision

@@ -49,6 +49,7 @@ def diagnose(model: CausalLM, sequences: Sequence[Sequence[int]], *, progress: P
             say("gradients")
             findings += probes.probe_gradients(case)
             findings.append(probes.probe_replicated_gradients(case))
+            findings.append(probes.probe_parameter_gradients(case))
         say("zero writers")
         findings.append(probes.probe_zero_writers(case, given))
     finally:

@@ -94,9 +94,9 @@ class DecoderLayer(nn.Module):
                 update_norm=add_norm(plan.update_norm),
                 post_norm=add_norm(plan.post_norm),
                 shortcut=shortcut,
+                keep=sublayer.keep,
                 **options,
             )
-            connection.survival = sublayer.keep
             self.add_module(plan.name, connection)
 
     def forward(
@@ -310,7 +310,7 @@ class CausalLM(nn.Module):
         )
         if sequence_parallel == "auto":
             self.requires_grad_(False)
-        joins = list(dict.fromkeys(each.join for each in self.model.connections() if each.is_static))
+        joins = list(dict.fromkeys(join for each in self.model.connections() if each.is_static for join in each.joins))
         modes = {"off": (False,), "on": (True,), "auto": (False, True)}[sequence_parallel]
         self.boundaries = {
             mode: Boundary(

@@ -63,7 +63,7 @@ class EncoderDecoder(nn.Module):
             stream_dtype=dtype,
             output_dtype=dtype,
             norms=[stack.norm.spec for stack in (self.encoder, self.decoder) if stack.norm is not None],
-            joins=list(dict.fromkeys(each.join for each in connections if each.is_static)),
+            joins=list(dict.fromkeys(join for each in connections if each.is_static for join in each.joins)),
         )
 
     def set_step(self, seed: int, step: int) -> None:

@@ -154,7 +154,8 @@ class Shortcut(nn.Module):
 class Connection(Replicated):
     """One sublayer's way back into the stream. Norms belong to the layer, whose checkpoint names them; they are only used here.
 
-    shortcut: a shared one, held by the model. Without parameters of its own it is `static`: constants and norms.
+    shortcut: a shared one, held by the model. keep: the probability with which training runs the sublayer, which scales its updates at
+    inference. Without parameters of its own it is `static`: constants and norms.
     """
 
     skip_scale: Tensor
@@ -172,6 +173,7 @@ class Connection(Replicated):
         update_norm: RMSNorm | None = None,
         post_norm: RMSNorm | None = None,
         shortcut: Shortcut | None = None,
+        keep: float = 1.0,
     ) -> None:
         own = [each for each in connection_parameters(config, hidden) if "." not in each.name]
         super().__init__(own, group, sequence_parallel=sequence_parallel, dtype=dtype)
@@ -184,7 +186,7 @@ class Connection(Replicated):
             self.shortcut = Shortcut(config, hidden, group, **options)
         self._in_use = (shortcut or self.shortcut,)
         self.channels = config.skip_channels
-        self.survival = 1.0  # what an update counts for at inference, when training drops some
+        self.keep = keep
 
     @property
     def update_norm(self) -> RMSNorm | None:
@@ -201,22 +203,30 @@ class Connection(Replicated):
 
     @property
     def update_scale_now(self) -> float:
-        return self.plan.update_scale if self.training else self.plan.update_scale * self.survival
+        return self.plan.update_scale if self.training else self.plan.update_scale * self.keep
 
     @functools.cached_property
     def is_static(self) -> bool:
         """Whether an executor can carry it out: nothing but constants and norms."""
         return not any(True for _ in self.parameters()) and self.shortcut_in_use is None and self.channels is None
 
-    @property
+    @functools.cached_property
     def is_plain(self) -> bool:
-        return self.is_static and self.plan.is_plain and self.update_scale_now == 1.0
+        """Whether it is `x + u`, always."""
+        return self.is_static and self.plan.is_plain and self.keep == 1.0
 
     @property
     def join(self) -> Join:
-        """What an executor is asked, for a static connection."""
-        spec = None if self.update_norm is None else self.update_norm.spec
-        return Join(spec, self.update_scale_now, self.plan.skip_scale)
+        """What an executor is asked now, for a static connection."""
+        return self._join(self.update_scale_now)
+
+    @property
+    def joins(self) -> tuple[Join, Join]:
+        """In training and at inference."""
+        return self._join(self.plan.update_scale), self._join(self.plan.update_scale * self.keep)
+
+    def _join(self, update_scale: float) -> Join:
+        return Join(None if self.update_norm is None else self.update_norm.spec, update_scale, self.plan.skip_scale)
 
     @property
     def carries_skip(self) -> bool:

@@ -226,9 +226,11 @@ class Stream:
         parameters = (None, None) if update_norm is None else (update_norm.weight, update_norm.bias)
         first = norm if post is None else post
         of_first = (None, None, None) if first is None else (first.weight, first.bias, first.spec)
-        asked: Result = "raw" if first is None else "shard" if post is not None and result != "gathered" else "gathered"
-        if not self.boundary.sequence_parallel and asked == "shard":
-            asked = "gathered"
+        asked: Result = "raw" if first is None else result
+        if post is not None and (
+            norm is not None or result != "gathered"
+        ):  # then only the new residual is wanted of it
+            asked = "shard" if self.boundary.sequence_parallel else "gathered"
         tag = "complete" if first is None else first.name
         new, read = run_joined(
             self.boundary, self.tokens, residual, partial, of_first, asked, tag, connection.join, parameters

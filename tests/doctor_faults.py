@@ -171,6 +171,22 @@ def weight_gradient_averaged(model: CausalLM) -> None:
     model.model.layers[LAYER].mlp.down_proj.weight.register_hook(lambda grad: grad / 2)
 
 
+def head_scaled(model: CausalLM) -> None:
+    head = model.lm_head
+    plain = head.forward
+    override(head, "forward", lambda _self, x: 2 * plain(x))
+
+
+def embedding_scaled(model: CausalLM) -> None:
+    table = model.model.embed_tokens
+    plain = table.forward
+    override(table, "forward", lambda _self, ids: scaled(2.0)(plain(ids)))
+
+
+def embedding_gradient_doubled(model: CausalLM) -> None:
+    model.model.embed_tokens.weight.register_hook(lambda grad: 2 * grad)
+
+
 def silent_sublayer(model: CausalLM) -> None:
     layer = model.model.layers[LAYER]
     layer.sublayers = layer.sublayers[:1]
@@ -226,6 +242,9 @@ FAULTS: dict[str, tuple[str, str, Callable[[CausalLM], None]]] = {
     "skip gradient doubled": ("skip gradient", "mis-scaled skip gradient: 2 times", skip_gradient_doubled),
     "unsummed norm gradient": ("gradient sync", "unsummed gradient", unsynced_norm),
     "weight gradient averaged": ("parameter gradients", "0.5 times what is due", weight_gradient_averaged),
+    "head mis-scaled": ("ends", "mis-scaled: 2 times", head_scaled),
+    "embedding mis-scaled": ("ends", "mis-scaled: 2 times", embedding_scaled),
+    "embedding gradient doubled": ("parameter gradients", "2 times what is due", embedding_gradient_doubled),
     "NaN": ("updates", "not finite", nan_inside),
     "rows of other ranks lost": ("updates", "wrong input", rank_reads_own),
 }

@@ -44,7 +44,9 @@ def config_of(name: str) -> ModelConfig:
 def build(
     config: ModelConfig, group: TensorParallelGroup, weights: dict[str, Tensor], *, sp: bool = False
 ) -> EncoderDecoder:
-    model = EncoderDecoder(config, group, num_encoder_layers=LAYERS[0], dtype=torch.float64, sequence_parallel=sp)
+    model = EncoderDecoder(
+        config, group, num_encoder_layers=LAYERS[0], dtype=torch.float64, sequence_parallel="on" if sp else "off"
+    )
     load_state_dict_blocks(parameter_blocks(model), weights)
     return model
 

@@ -31,9 +31,7 @@ BATCH = prompts(3, longest=9)
 # What no preset has: combinations whose parts meet.
 COMBINED = {
     "post with rms and a gate": ResidualConfig(placement="post", gate="vector"),
-    "sandwich ladder, scaled": ResidualConfig(
-        topology="ladder", placement="sandwich", update_scale=0.7, skip_scale=1.1
-    ),
+    "sandwich ladder, scaled": ResidualConfig(topology="ladder", placement="sandwich", update_scale=0.7),
     "ladder from layer 1": ResidualConfig(topology="ladder", ladder_from=1),
     "parallel sandwich": ResidualConfig(topology="parallel", placement="sandwich", norm="layer"),
     "two norms, scaled input": ResidualConfig(
@@ -375,6 +373,15 @@ MEANINGLESS = {
     "finite number": dict(update_scale=float("nan")),
     "at least 1": dict(gate="lowrank", gate_rank=0),
     "true or false": dict(depth_mix=1),
+    "true, false or null": dict(final_norm="no"),
+    "gate_rank=4 with gate=none": dict(gate_rank=4),
+    "learned_update_init=0.5 with learned_update=none": dict(learned_update_init=0.5),
+    "scaled, learned or masked skip": dict(topology="ladder", learned_skip="vector"),
+    "erases what every sublayer writes": dict(update_scale=0),
+    "different layers": dict(skip_layers=(0, 0)),
+    "must be a list": dict(skip_layers=3),
+    "parallel_norms=True": dict(parallel_norms=True),
+    "update_scale=1000": dict(update_scale=10**400),
 }
 
 
@@ -387,6 +394,11 @@ def test_configs_without_meaning_are_refused(message: str) -> None:
 def test_names_are_suggested() -> None:
     with pytest.raises(ConfigError, match="did you mean sandwich"):
         ResidualConfig.preset("sandwhich")
+    for name, meant in (("PRE", "pre"), ("pre-norm", "pre"), ("gate-lowrank", "gate_lowrank")):
+        with pytest.raises(ConfigError, match=f"did you mean {meant}\\?"):
+            ResidualConfig.preset(name)
+    with pytest.raises(ConfigError, match="preset=5"):
+        ResidualConfig.from_dict({"preset": 5})
     with pytest.raises(ConfigError, match="did you mean placement"):
         ResidualConfig.from_dict({"placment": "post"})
 

@@ -130,7 +130,7 @@ def _match(
     blocks: Sequence[ParameterBlock], found: Mapping[str, T], where: str, tied_head: str | None, tied_to: str | None
 ) -> tuple[dict[str, T], tuple[T, T] | None]:
     """The source of each block's name; and, where both are there although tied, (head, embedding) for a comparison."""
-    _check_tiling(blocks)
+    check_tiling(blocks)
     available = {name: source for name, source in found.items() if not name.endswith(IGNORED_SUFFIX)}
     twins = None
     if tied_head is not None and tied_to is not None and tied_head in available:
@@ -164,7 +164,7 @@ def _match(
     return sources, twins
 
 
-def _check_tiling(blocks: Sequence[ParameterBlock]) -> None:
+def check_tiling(blocks: Sequence[ParameterBlock]) -> None:
     """Every element of every parameter is written exactly once: else the module that made the blocks is at fault."""
     blocks_of: dict[int, list[ParameterBlock]] = {}
     for block in blocks:

@@ -170,7 +170,9 @@ def _add_doctor(commands: Commands) -> None:
     tokens = command.add_argument_group("tokens")
     tokens.add_argument("--input-ids", action="append", default=[], metavar="1,2,3", help="may be repeated: one batch")
     tokens.add_argument("--seq-len", type=int, default=32, metavar="N", help="else so many random ids (default 32)")
-    command.add_argument("--init", choices=("normal", "gpt2", "variance_over_root_n"), help="of the example (default normal)")
+    command.add_argument(
+        "--init", choices=("normal", "gpt2", "variance_over_root_n"), help="of the example (default normal)"
+    )
     files = command.add_argument_group("output")
     files.add_argument("--json", action="store_true", help="one JSON object on stdout instead of the table")
     files.add_argument("--output", metavar="FILE", help="the same JSON")

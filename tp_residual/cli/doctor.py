@@ -62,12 +62,17 @@ def prepare(arguments: argparse.Namespace) -> Job:
         threads_per_rank(arguments.threads)
         parse_timeouts(arguments.timeout)
         tp_size, _ = resolve_tp(arguments.tp, None)
+        if arguments.seq_len > 128:
+            raise RequestError(f"--seq-len {arguments.seq_len} is above the example's 128 positions")
         if tp_size > 4:
             raise RequestError(f"--tp {tp_size} is more than the 4 heads of the example; name a --model")
         return Job(None, ResidualConfig.preset(arguments.residual), tp_size, sequences, arguments.seq_len)
     if arguments.init is not None:
         raise RequestError("--init is about the example of --residual PRESET; leave out --model")
     config, tp_size = check_session(arguments)
+    longest = max([len(ids) for ids in sequences or []], default=arguments.seq_len)
+    if longest > config.max_sequence_length:
+        raise RequestError(f"{longest} tokens are too many: {config.length_limit}")
     for ids in sequences or []:
         bad = next((token for token in ids if not 0 <= token < config.vocab_size), None)
         if bad is not None:
@@ -100,8 +105,7 @@ def run(job: Job, arguments: argparse.Namespace) -> None:
     sequences = job.sequences
     if sequences is None:
         generator = torch.Generator().manual_seed(0)
-        length = min(job.seq_len, model.config.max_sequence_length)
-        sequences = torch.randint(0, model.config.vocab_size, (1, length), generator=generator).tolist()
+        sequences = torch.randint(0, model.config.vocab_size, (1, job.seq_len), generator=generator).tolist()
 
     def say(what: str) -> None:
         if group.rank == 0:

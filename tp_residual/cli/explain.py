@@ -17,6 +17,8 @@ def main(arguments: argparse.Namespace, argv: list[str]) -> None:
     given = [arguments.residual is not None, arguments.model is not None, arguments.all]
     if sum(given) != 1:
         raise RequestError("explain takes one of --residual PRESET, --model DIR and --all")
+    if arguments.tp < 1:
+        raise RequestError(f"--tp {arguments.tp} must be at least 1")
     if arguments.all:
         found = [explain(preset.config) for preset in PRESETS.values()]
         if arguments.json:

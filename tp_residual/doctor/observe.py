@@ -41,7 +41,7 @@ class Seen:
 
 @dataclass
 class Observed:
-    """boundaries in order; inputs and outputs of sublayer modules by (layer, module). All of this rank."""
+    """boundaries in order; inputs and outputs of sublayer modules by (layer, module), the logits. All of this rank."""
 
     model: CausalLM
     boundary: Boundary
@@ -49,6 +49,8 @@ class Observed:
     boundaries: list[Seen] = field(default_factory=list)
     inputs: dict[tuple[int, str], Tensor] = field(default_factory=dict)
     outputs: dict[tuple[int, str], Partial] = field(default_factory=dict)
+    local_logits: Tensor | None = None
+    cotangent: Tensor | None = None  # of all logits, whole, fp64; None without a backward pass
 
     # -- making it whole
 
@@ -94,7 +96,7 @@ def observe(model: CausalLM, sequences: Sequence[Sequence[int]], *, gradients: b
     def tap(site: Site, partial: Partial | None, residual: Tensor, read: Tensor | None) -> None:
         value = None if partial is None else partial.value
         if gradients:
-            for tensor in (residual, read):
+            for tensor in (value, residual, read):
                 if tensor is not None and tensor.requires_grad and not tensor.is_leaf:
                     tensor.retain_grad()
         seen.boundaries.append(Seen(site, value, None if partial is None else partial.bias, residual, read))
@@ -116,9 +118,11 @@ def observe(model: CausalLM, sequences: Sequence[Sequence[int]], *, gradients: b
     try:
         with torch.set_grad_enabled(gradients):
             local = model(batch, NoCache(), taps=(tap,)).local_logits
+            seen.local_logits = local
             if gradients:
                 generator = torch.Generator().manual_seed(seed)
                 cotangent = torch.randn(tokens, model.config.vocab_size, generator=generator, dtype=torch.float64)
+                seen.cotangent = cotangent.to(local.device)
                 start, stop = model.lm_head.split.ranges[model.group.rank]
                 local.backward(cotangent[:, start:stop].to(local))
     finally:

@@ -5,7 +5,7 @@ All of them run their collectives before they judge, so ranks that disagree abou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -284,7 +284,9 @@ def probe_updates(case: Case) -> Finding:
                     case.limit,
                 )
             if fault is None and wrong > case.limit:
+                factor = _factor(total, right)
                 guesses = {
+                    f"mis-scaled: {factor:.4g} times what one process computes": factor * right,
                     "a bias on every rank": right
                     + (case.group.size - 1) * _zero(None if output.bias is None else output.bias.detach().double()),
                     "doubled": 2 * right,
@@ -347,6 +349,64 @@ def _run_alone(case: Case, module: nn.Module, x: Tensor) -> Tensor:
     else:
         partial = module(x)
     return partial.value if partial.bias is None else partial.value + partial.bias
+
+
+def probe_writers(case: Case) -> Finding:
+    """Which sublayers write nothing at all? No fault: it is how ReZero and zeroed writers begin."""
+    silent = []
+    for plan in case.plans:
+        update, _, _ = case.observed.written(plan.layer, plan.modules)
+        if not bool(update.any()):
+            silent.append(case.place(plan))
+    if not silent:
+        return Finding("writers", "ok", "every sublayer writes something")
+    return Finding(
+        "writers",
+        "note",
+        f"{len(silent)} of {len(case.plans)} sublayers write zeros, the first is {silent[0]}",
+        silent[0],
+    )
+
+
+# -- both ends of the stream
+
+
+def probe_ends(case: Case) -> Finding:
+    """Does the stream begin as the embedding's rows, and are the logits the head's product with what was read last?"""
+    observed, config = case.observed, case.observed.model.config
+    first, last = observed.boundaries[0], observed.boundaries[-1]
+    assert first.partial is not None and last.read is not None and observed.local_logits is not None
+    embedded = observed.update(first.partial, first.bias)
+    rows = case.weights("model.embed_tokens.weight")[case.batch.token_ids]
+    head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+    start, stop = observed.model.lm_head.split.ranges[case.group.rank]
+    due = last.read.detach().double() @ case.weights(f"{head}.weight")[start:stop].T
+    logits = observed.local_logits.detach().double()
+    # its own products round as the modules' do
+    errors = [error(embedded, rows), error(logits, due) if due.numel() else 0.0]
+    for where, value, right, wrong in (
+        ("model.embed_tokens", embedded, rows, errors[0]),
+        ("lm_head", logits, due, errors[1]),
+    ):
+        if wrong > case.limit:
+            named = _named(
+                value, wrong, {f"mis-scaled: {(factor := _factor(value, right)):.4g} times what is due": factor * right}
+            )
+            return Finding("ends", "fault", named, where, wrong, case.limit, tuple(errors))
+    return Finding(
+        "ends",
+        "ok",
+        "the embedding and the head are the table's rows and its product",
+        "",
+        max(errors),
+        case.limit,
+        tuple(errors),
+    )
+
+
+def _factor(value: Tensor, right: Tensor) -> float:
+    square = float((right * right).sum())
+    return float((value * right).sum()) / square if square else 0.0
 
 
 # -- replicas
@@ -597,6 +657,7 @@ def probe_parameter_gradients(case: Case) -> Finding:
             )
         for name, grad in zip(names, torch.autograd.grad(value, list(leaves.values()), gradient), strict=True):
             fault = compare(name, grad) or fault
+    fault = _gradients_of_ends(case, compare) or fault
     fine = Finding(
         "parameter gradients",
         "ok",
@@ -606,6 +667,20 @@ def probe_parameter_gradients(case: Case) -> Finding:
         case.limit,
     )
     return replace(fault or fine, series=tuple(errors))
+
+
+def _gradients_of_ends(case: Case, compare: Callable[[str, Tensor | None], Finding | None]) -> Finding | None:
+    """The embedding's and the head's, which are one when tied."""
+    observed = case.observed
+    first, last, cotangent = observed.boundaries[0], observed.boundaries[-1], observed.cotangent
+    assert first.partial is not None and last.read is not None and cotangent is not None
+    embedding = torch.zeros_like(case.weights("model.embed_tokens.weight"))
+    if first.partial.grad is not None:
+        embedding.index_add_(0, case.batch.token_ids, first.partial.grad.double())
+    head = cotangent.T @ last.read.detach().double()
+    if observed.model.config.tie_word_embeddings:
+        return compare("model.embed_tokens.weight", embedding + head)
+    return compare("model.embed_tokens.weight", embedding) or compare("lm_head.weight", head)
 
 
 # -- precision
@@ -629,7 +704,8 @@ def probe_swallowed(case: Case) -> Finding:
             highest, where = share, case.place(step.plan)
     share = lost / max(1, total)
     text = f"{share:.2%} of the updates' elements vanish in a bfloat16 stream, most at {where or 'none'}: {highest:.2%}"
-    status: Status = "fault" if share > 0.5 else "note" if share > 0.1 else "ok"
+    rounds = case.observed.boundary.stream_dtype.itemsize < 4
+    status: Status = "fault" if share > 0.5 and rounds else "note" if share > 0.1 else "ok"
     if status == "fault":
         text = f"updates are swallowed: {text}; keep the stream in float32"
     return Finding("swallow rate", status, text, where, share, 0.5, tuple(shares))

@@ -67,10 +67,12 @@ def diagnose(model: CausalLM, sequences: Sequence[Sequence[int]], *, progress: P
 
 
 _PROBES = {
+    "replicas": probes.probe_replicas,  # first: where they differ, the other probes see what came of it
+    "ends": probes.probe_ends,
     "updates": probes.probe_updates,
+    "writers": probes.probe_writers,
     "joins": probes.probe_joins,
     "reads": probes.probe_reads,
-    "replicas": probes.probe_replicas,
     "swallow rate": probes.probe_swallowed,
 }
 

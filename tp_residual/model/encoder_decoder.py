@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from tp_residual.errors import ConfigError
 from tp_residual.model.attention_backend import AttentionBackend, TokenBatch
 from tp_residual.model.config import ModelConfig
 from tp_residual.model.cross_attention import Bidirectional, Memory
@@ -36,14 +37,17 @@ class EncoderDecoder(nn.Module):
         *,
         num_encoder_layers: int | None = None,
         dtype: torch.dtype = torch.float32,
-        sequence_parallel: bool = False,
+        sequence_parallel: str = "off",
         boundary: str = "auto",
     ) -> None:
         super().__init__()
+        if sequence_parallel not in ("off", "on"):
+            raise ConfigError(f"sequence_parallel={sequence_parallel!r} is not off or on")
+        sharded = sequence_parallel == "on"
         self.config, self.group, self.dtype = config, group, dtype
         self.layout = ModelLayout.of(config, group.size, cross_attention=True)
-        encoder = config.with_layers(num_encoder_layers or config.num_hidden_layers)
-        options: Any = {"sequence_parallel": sequence_parallel, "dtype": dtype}
+        encoder = config if num_encoder_layers is None else config.with_layers(num_encoder_layers)
+        options: Any = {"sequence_parallel": sharded, "dtype": dtype}
         self.encoder = Decoder(ModelLayout.of(encoder, group.size), group, stack="encoder", **options)
         self.decoder = Decoder(self.layout, group, stack="decoder", **options)
         if config.tie_word_embeddings:
@@ -59,7 +63,7 @@ class EncoderDecoder(nn.Module):
         self.boundary = Boundary(
             group,
             boundary,
-            sequence_parallel=sequence_parallel,
+            sequence_parallel=sharded,
             stream_dtype=dtype,
             output_dtype=dtype,
             norms=[stack.norm.spec for stack in (self.encoder, self.decoder) if stack.norm is not None],

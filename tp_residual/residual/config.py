@@ -83,17 +83,22 @@ class ResidualConfig:
             value = getattr(self, name)
             if name == "skip_scale" and value == "deepnorm":
                 continue
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise ConfigError(f"residual {name}={value!r} must be a finite number")
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not -_LARGEST <= value <= _LARGEST:
+                raise ConfigError(f"residual {name}={str(value)[:40]} must be a finite number")
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"residual {name}={getattr(self, name)!r} must be true or false")
-        for name in ("gate_rank", "shortcut_rank"):
+        if self.final_norm is not None and not isinstance(self.final_norm, bool):
+            raise ConfigError(f"residual final_norm={self.final_norm!r} must be true, false or null")
+        for name in ("gate_rank", "shortcut_rank", "parallel_norms"):
             _require_integer(name, getattr(self, name), 1)
         _require_integer("ladder_from", self.ladder_from, 0)
         if self.skip_channels is not None:
             _require_integer("skip_channels", self.skip_channels, 0)
         if self.skip_layers is not None:
+            if not isinstance(self.skip_layers, tuple) or len(set(self.skip_layers)) != len(self.skip_layers):
+                raise ConfigError(f"residual skip_layers={self.skip_layers!r} must be a list of different layers")
             for layer in self.skip_layers:
                 _require_integer("skip_layers", layer, 0)
         for condition, message in self._contradictions():
@@ -102,6 +107,13 @@ class ResidualConfig:
 
     def _contradictions(self) -> Iterator[tuple[bool, str]]:
         """(whether it holds, what is wrong and the way out)."""
+        defaults = {field.name: field.default for field in fields(self)}
+        for name, owner, meaning in _DEPENDENT:
+            value, chosen = getattr(self, name), getattr(self, owner)
+            yield (
+                value != defaults[name] and chosen not in meaning,
+                f"{name}={value} with {owner}={chosen}, where it does nothing; leave it out, or use {owner}={' or '.join(meaning)}",
+            )
         yield self.parallel_norms not in (1, 2), f"parallel_norms={self.parallel_norms!r}; a layer has 1 or 2"
         yield (
             self.parallel_norms == 2 and self.topology != "parallel",
@@ -188,14 +200,21 @@ class ResidualConfig:
             f"skip_scale=deepnorm with placement={self.placement}: without the norm after it the stream grows as a power of the depth",
         )
         yield self.embed_scale == 0, "embed_scale=0 erases the input"
+        yield self.update_scale == 0, "update_scale=0 erases what every sublayer writes"
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> "ResidualConfig":
         """A variant by name, with changed fields. Raises ConfigError for an unknown name, suggesting the nearest."""
         if name not in PRESETS:
-            near = difflib.get_close_matches(name, PRESETS, 1, 0.5)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"residual preset {name!r} is not known{hint} There are: {', '.join(PRESETS)}")
+            lower = str(name).lower().replace("-", "_")
+            near = [
+                known
+                for known in PRESETS
+                if lower == known or (lower.startswith((known, f"{known}_")) and len(known) > 2)
+            ]
+            near = sorted(near, key=len, reverse=True) or difflib.get_close_matches(lower, PRESETS, 1, 0.5)
+            hint = f", did you mean {near[0]}?" if near else ";"
+            raise ConfigError(f"residual preset {name!r} is not known{hint} There are {', '.join(PRESETS)}")
         return replace(PRESETS[name].config, **changes) if changes else PRESETS[name].config
 
     @classmethod
@@ -210,12 +229,14 @@ class ResidualConfig:
         base = given.pop("preset", "pre")
         for name in given:
             if name not in known:
-                near = difflib.get_close_matches(name, known, 1, 0.5)
+                near = difflib.get_close_matches(str(name), known, 1, 0.5)
                 hint = f"; did you mean {near[0]}?" if near else ""
                 raise ConfigError(f"{source} has the field {name!r}, which is not one{hint}")
         if isinstance(given.get("skip_layers"), list):
             given["skip_layers"] = tuple(given["skip_layers"])
-        return cls.preset(base, **given) if isinstance(base, str) else cls(**given)
+        if not isinstance(base, str):
+            raise ConfigError(f"{source} has preset={base!r}; use the name of one, or leave it out")
+        return cls.preset(base, **given)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields that differ from the default, as JSON holds them; `from_dict` of it is equal to this."""
@@ -300,6 +321,17 @@ _NUMBERS = (
     "gate_bias",
     "gate_temperature",
     "drop_rate",
+)
+_LARGEST = 1e30  # of any constant: far beyond use, and finite in every dtype that computes with it
+
+# fields that mean something only beside another one: (field, its owner, the owner's values that give it a meaning)
+_DEPENDENT: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("gate_bias", "gate", ("static", "scalar", "vector", "lowrank")),
+    ("gate_temperature", "gate", ("static", "scalar", "vector", "lowrank")),
+    ("gate_rank", "gate", ("lowrank",)),
+    ("shortcut_rank", "shortcut", ("lowrank",)),
+    ("learned_skip_init", "learned_skip", ("scalar", "vector")),
+    ("learned_update_init", "learned_update", ("scalar", "vector")),
 )
 _FLAGS = ("update_scale_by_depth", "input_scale_by_depth", "shortcut_shared", "depth_mix")
 

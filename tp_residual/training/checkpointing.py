@@ -49,8 +49,8 @@ def checkpoint_layers(layers: nn.ModuleList, *, every: int = 1) -> CheckpointedL
     reads, not the sum completed at its border. What a ladder's layer is owed is kept as it is. Raises UserError for layers that are
     checkpointed already.
     """
-    if every < 1:
-        raise UserError(f"every={every} must be at least 1")
+    if not isinstance(every, int) or every < 1:
+        raise UserError(f"every={every} must be an integer of at least 1")
     chosen = list(layers)[::every]
     if any("forward" in vars(layer) for layer in chosen):
         raise UserError("these layers are checkpointed already; remove() first")

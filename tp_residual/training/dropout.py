@@ -35,8 +35,8 @@ class DropoutStream:
     def __post_init__(self) -> None:
         if not 0 <= self.p < 1:
             raise UserError(f"dropout p={self.p} must be at least 0 and below 1")
-        if self.step < 0 or self.replica < 0:
-            raise UserError(f"dropout step={self.step} and replica={self.replica} must not be negative")
+        if not (isinstance(self.step, int) and isinstance(self.replica, int) and self.step >= 0 and self.replica >= 0):
+            raise UserError(f"dropout step={self.step} and replica={self.replica} must be integers of at least 0")
 
     def at(self, step: int) -> "DropoutStream":
         return replace(self, step=step)

@@ -151,6 +151,10 @@ def init_weights(
     overrides: by name, or a pattern as of a file (`*.o_proj.weight`), before the rule; also for parameters of other modules, which
     otherwise keep what they were made with. Raises UserError for an override that fits no tensor. Every rank calls it alike.
     """
+    if isinstance(rule, str):
+        raise UserError(f"rule={rule!r} is a name; pass a rule, RULES[{rule!r}](...), of {', '.join(RULES)}")
+    if num_layers < 1:
+        raise UserError(f"num_layers={num_layers} must be at least 1")
     overrides = dict(overrides or {})
     unused = set(overrides)
     fills: dict[str, Fill] = {}

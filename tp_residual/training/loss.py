@@ -1,7 +1,7 @@
 """Cross-entropy over a vocabulary that no rank holds whole: from local logits, and chunk by chunk so that all logits never exist.
 
 Everything a loss needs of a row is its log-normaliser, its target's logit and, for label smoothing, the sum of its logits. One
-all-gather brings each rank's share of those three numbers a row; the rest is arithmetic on `[rows]` that all ranks do alike. The loss
+all-gather brings each rank's share of three numbers a row (four with label smoothing); the rest is arithmetic on `[rows]` that all ranks do alike. The loss
 is invariant, and the gradient of a rank's logits needs no collective.
 """
 
@@ -50,7 +50,7 @@ def vocab_parallel_cross_entropy(
     In: logits sharded by `split` along the last dimension, any size, none included; targets replicated, ignore_index among them. In fp32
     (fp64 logits in fp64), and so is the answer: a scalar, or `[rows]` for reduction="none", zero where ignored. "mean" is over the rows
     that are not ignored; where all are, the loss and its gradients are zero. label_smoothing is spread over the whole vocabulary. One
-    all-gather, of three numbers a row (two without smoothing); none backwards. Differentiable twice.
+    all-gather, of three numbers a row (four with label smoothing); none backwards. Differentiable twice.
 
     Raises LayoutError for logits that are not this rank's columns, UserError for other options and for a target outside the vocabulary.
     """

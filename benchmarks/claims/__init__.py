@@ -1,0 +1,1 @@
+"""What is said about residual connections, measured: `python -m benchmarks.claims`."""

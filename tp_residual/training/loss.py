@@ -1,8 +1,8 @@
 """Cross-entropy over a vocabulary that no rank holds whole: from local logits, and chunk by chunk so that all logits never exist.
 
 Everything a loss needs of a row is its log-normaliser, its target's logit and, for label smoothing, the sum of its logits. One
-all-gather brings each rank's share of three numbers a row (four with label smoothing); the rest is arithmetic on `[rows]` that all ranks do alike. The loss
-is invariant, and the gradient of a rank's logits needs no collective.
+all-gather brings each rank's share of three numbers a row (four with label smoothing); the rest is arithmetic on `[rows]` that all ranks
+do alike. The loss is invariant, and the gradient of a rank's logits needs no collective.
 """
 
 from collections.abc import Callable, Mapping

@@ -103,6 +103,7 @@ def run_example(*options: str, ranks: int = 1, code: int = 0) -> subprocess.Comp
     return done
 
 
+@pytest.mark.slow
 def test_under_torchrun_with_a_text_of_ones_own_then_resumed_alone(tmp_path: Path) -> None:
     text, out = tmp_path / "mine.txt", tmp_path / "out"
     text.write_text("".join(f"{n} times {n} is {n * n}, ünd\n" for n in range(400)))

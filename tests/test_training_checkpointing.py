@@ -138,7 +138,7 @@ def test_every_residual_connection_keeps_its_bits() -> None:
 
 def test_every_must_be_positive() -> None:
     model = CausalLM(config("llama"), TensorParallelGroup.single())
-    with pytest.raises(UserError, match="every=0 must be at least 1"):
+    with pytest.raises(UserError, match="every=0 must be an integer of at least 1"):
         checkpoint_layers(model.model.layers, every=0)
 
 

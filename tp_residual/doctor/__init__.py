@@ -9,7 +9,20 @@ what the model itself had before it, so that the first wrong step is found and n
 with what each known mistake would have made: an update skipped, doubled, not summed over ranks, a skip added on every rank.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from tp_residual.doctor.report import Diagnosis, Finding
-from tp_residual.doctor.run import diagnose
+
+if TYPE_CHECKING:
+    from tp_residual.doctor.run import diagnose
 
 __all__ = ["Diagnosis", "Finding", "diagnose"]
+
+
+def __getattr__(name: str) -> Any:
+    """`diagnose` needs torch; the report, which the command line imports first, does not."""
+    if name == "diagnose":
+        from tp_residual.doctor.run import diagnose
+
+        return diagnose
+    raise AttributeError(name)

@@ -133,6 +133,11 @@ class ResidualConfig:
             "topology=ladder with a gate, a shortcut or depth_mix: they need the complete stream, which a ladder reads a sublayer late; "
             "use topology=sequential",
         )
+        scaled = self.skip_scale != 1 or self.learned_skip != "none"
+        yield (
+            self.topology == "ladder" and (scaled or self.skip_layers is not None or self.skip_channels is not None),
+            "topology=ladder with a scaled, learned or masked skip: a sublayer reads x before that is done to it; use topology=sequential",
+        )
         yield (
             self.ladder_from > 0 and self.topology != "ladder",
             f"ladder_from={self.ladder_from} without topology=ladder",
@@ -213,8 +218,8 @@ class ResidualConfig:
                 if lower == known or (lower.startswith((known, f"{known}_")) and len(known) > 2)
             ]
             near = sorted(near, key=len, reverse=True) or difflib.get_close_matches(lower, PRESETS, 1, 0.5)
-            hint = f", did you mean {near[0]}?" if near else ";"
-            raise ConfigError(f"residual preset {name!r} is not known{hint} There are {', '.join(PRESETS)}")
+            hint = f"did you mean {near[0]}? There" if near else "there"
+            raise ConfigError(f"residual preset {name!r} is not known; {hint} are {', '.join(PRESETS)}")
         return replace(PRESETS[name].config, **changes) if changes else PRESETS[name].config
 
     @classmethod

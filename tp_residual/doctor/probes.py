@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -54,6 +55,11 @@ class Case:
     @property
     def group(self) -> TensorParallelGroup:
         return self.observed.model.group
+
+    @cached_property
+    def steps(self) -> list["Step"]:
+        """Gathered once for all probes."""
+        return steps_of(self)
 
     def place(self, plan: SublayerPlan) -> str:
         return f"model.layers.{plan.layer}.{'+'.join(plan.modules)}"
@@ -105,7 +111,7 @@ def _own_rows(observed: Observed, partial: Tensor) -> Tensor:
 
 def probe_joins(case: Case) -> Finding:
     """Is each new residual the old one and the completed update, put together as the config says?"""
-    steps, errors = steps_of(case), list[float]()
+    steps, errors = case.steps, list[float]()
     older: list[Tensor | None] = [None]
     fault: Finding | None = None
     if len(steps) != len(case.plans) + 1:
@@ -502,7 +508,7 @@ def probe_gradients(case: Case) -> list[Finding]:
 
     For each completed update: its own gradient, and the gradient of the residual that it was added to, as far as it came by the skip.
     """
-    steps = [step for step in steps_of(case) if step.plan is not None]
+    steps = [step for step in case.steps if step.plan is not None]
     worst, faults, norms = (
         {"skip gradient": 0.0, "branch gradient": 0.0},
         dict[str, Finding](),
@@ -680,7 +686,9 @@ def _gradients_of_ends(case: Case, compare: Callable[[str, Tensor | None], Findi
     head = cotangent.T @ last.read.detach().double()
     if observed.model.config.tie_word_embeddings:
         return compare("model.embed_tokens.weight", embedding + head)
-    return compare("model.embed_tokens.weight", embedding) or compare("lm_head.weight", head)
+    # both, whatever the first says: each gathers a gradient, and ranks may not agree about a fault
+    findings = compare("model.embed_tokens.weight", embedding), compare("lm_head.weight", head)
+    return findings[0] or findings[1]
 
 
 # -- precision
@@ -690,7 +698,7 @@ def probe_swallowed(case: Case) -> Finding:
     """How much of the updates a bf16 stream would lose to rounding: the share of non-zero elements that change nothing."""
     lost, total, shares = 0, 0, list[float]()
     where, highest = "", 0.0
-    for step in steps_of(case):
+    for step in case.steps:
         if step.plan is None or step.before is None:
             continue
         join = case.expected.join(step.plan, step.before, step.update)

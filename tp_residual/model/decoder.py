@@ -1,6 +1,6 @@
 """The decoder: embedding, layers that map stream to stream, final norm, head. It names no collective."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -16,14 +16,13 @@ from tp_residual.model.cross_attention import CrossAttention, Memory
 from tp_residual.model.layout import ModelLayout
 from tp_residual.model.mlp import MLP
 from tp_residual.model.rope import RopeTables, rope_tables
-from tp_residual.parallel.blocks import ParameterBlock, replicated_block
 from tp_residual.parallel.collectives import token_shard_to_invariant
 from tp_residual.parallel.group import TensorParallelGroup
 from tp_residual.parallel.partial import Partial
 from tp_residual.parallel.vocabulary import VocabParallelEmbedding, VocabParallelHead
 from tp_residual.residual.boundary import Boundary, Site, Tap
-from tp_residual.residual.config import ConnectionPlan, ResidualConfig, SublayerPlan
-from tp_residual.residual.connection import Connection, Shortcut
+from tp_residual.residual.config import ConnectionPlan, ParameterPlan, ResidualConfig, SublayerPlan
+from tp_residual.residual.connection import Connection, Replicated, Shortcut
 from tp_residual.residual.depth import DepthSampler
 from tp_residual.residual.norms import RMSNorm
 from tp_residual.residual.stream import Stream
@@ -140,7 +139,7 @@ class DecoderLayer(nn.Module):
         return [y if sublayer.input_scale == 1.0 else y * sublayer.input_scale for y in normed], stream
 
 
-class DepthMix(nn.Module):
+class DepthMix(Replicated):
     """After layer l the residual becomes `sum_j a_lj x_j` over the embedding and all layers so far (DenseFormer, arXiv 2402.02622).
 
     Weights start as "the newest alone", so that the model starts as if without it. No collective: each rank mixes what it holds.
@@ -149,12 +148,11 @@ class DepthMix(nn.Module):
     def __init__(
         self, num_layers: int, group: TensorParallelGroup, *, sequence_parallel: bool, dtype: torch.dtype
     ) -> None:
-        super().__init__()
-        self.group, self.sequence_parallel = group, sequence_parallel
-        for layer in range(num_layers):
-            start = torch.zeros(layer + 2, dtype=dtype, device=group.device)
-            start[-1] = 1.0
-            self.register_parameter(str(layer), nn.Parameter(start))
+        plans = [ParameterPlan(str(layer), (layer + 2,), 0.0) for layer in range(num_layers)]
+        super().__init__(plans, group, sequence_parallel=sequence_parallel, dtype=dtype)
+        with torch.no_grad():
+            for weights in self.parameters():
+                weights[-1] = 1.0
 
     def forward(self, layer: int, history: list[Tensor]) -> Tensor:
         weights = getattr(self, str(layer))
@@ -163,12 +161,6 @@ class DepthMix(nn.Module):
         for index, state in enumerate(history[1:], 1):
             total = total + widen(state) * weights[index].to(wide.dtype)
         return total.to(history[0].dtype)
-
-    def declare_blocks(self, prefix: str) -> Iterable[ParameterBlock]:
-        for name, parameter in self.named_parameters(recurse=False):
-            yield replicated_block(
-                f"{prefix}{name}", parameter, self.group.size, partial_gradient=self.sequence_parallel
-            )
 
 
 class Decoder(nn.Module):

@@ -20,6 +20,7 @@ from tp_residual.model.rope import rope_tables
 from tp_residual.parallel.group import TensorParallelGroup
 from tp_residual.parallel.vocabulary import VocabParallelHead
 from tp_residual.residual.boundary import Boundary, Tap
+from tp_residual.residual.connection import joins_of
 from tp_residual.residual.stream import Stream
 
 
@@ -67,7 +68,7 @@ class EncoderDecoder(nn.Module):
             stream_dtype=dtype,
             output_dtype=dtype,
             norms=[stack.norm.spec for stack in (self.encoder, self.decoder) if stack.norm is not None],
-            joins=list(dict.fromkeys(join for each in connections if each.is_static for join in each.joins)),
+            joins=joins_of(connections),
         )
 
     def set_step(self, seed: int, step: int) -> None:

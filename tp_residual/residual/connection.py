@@ -281,3 +281,8 @@ def _scaled(partial: Partial, scale: float) -> Partial:
         return partial
     bias = None if partial.bias is None else widen(partial.bias) * scale
     return Partial(widen(partial.value) * scale, partial.group, partial.source, bias)
+
+
+def joins_of(connections: Iterable[Connection]) -> list[Join]:
+    """What an executor may be asked for the updates of these, each once."""
+    return list(dict.fromkeys(join for each in connections if each.is_static for join in each.joins))

@@ -15,7 +15,8 @@ from test_generate import cli_model
 
 from tp_residual.cli import main
 from tp_residual.cli.arguments import parse
-from tp_residual.cli.launch import parse_timeouts, threads_per_rank
+from tp_residual.cli.cores import threads_per_rank
+from tp_residual.cli.launch import parse_timeouts
 from tp_residual.errors import RequestError
 from tp_residual.model.attention_backend import HeadGroups, attend_sequence
 from tp_residual.parallel.splits import HeadSplit

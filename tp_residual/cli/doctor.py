@@ -13,7 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from tp_residual.bench.results import check_plot_target, check_target, replace_file
-from tp_residual.cli.launch import open_group, parse_timeouts, resolve_tp, threads_per_rank
+from tp_residual.cli.cores import threads_per_rank
+from tp_residual.cli.launch import open_group, parse_timeouts, resolve_tp
 from tp_residual.cli.session import become_ranks, check_session, open_session
 from tp_residual.doctor.report import Diagnosis
 from tp_residual.errors import RequestError, UserError, VerificationFailed

@@ -68,18 +68,6 @@ def resolve_tp(requested: int | None, replicas: int | None = None) -> tuple[int,
     return tp_size, world_size // tp_size
 
 
-def threads_per_rank(requested: int | None) -> int:
-    """--threads, or the usable cores divided by the ranks on this machine; at least one."""
-    usable = len(os.sched_getaffinity(0))
-    if requested is not None:
-        if not 1 <= requested <= usable:
-            raise RequestError(
-                f"--threads {requested} is not between 1 and the {usable} usable cores; use 1 to {usable}"
-            )
-        return requested
-    return max(1, usable // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-
-
 @dataclass(frozen=True)
 class TimeLimits:
     """The limit of every wait in seconds, and those of the phases that have one of their own."""

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tp_residual.checkpoint.files import CheckpointFiles
+from tp_residual.cli.cores import cores_of_this_rank, pin, threads_per_rank
 from tp_residual.cli.launch import (
     TimeLimits,
     open_group,
     parse_timeouts,
     resolve_tp,
-    threads_per_rank,
     under_launcher,
     watch_group,
 )
@@ -103,18 +103,24 @@ class Session:
             dist.destroy_process_group()
 
 
-def open_session(arguments: argparse.Namespace, config: ModelConfig, *, replicas: int = 1, run: str = "") -> Session:
+def open_session(
+    arguments: argparse.Namespace, config: ModelConfig, *, inference: bool = False, replicas: int = 1, run: str = ""
+) -> Session:
     """The groups and the model's share, with what was decided on rank 0's stderr. Ranks that were started differently are refused.
 
-    run: a digest of the files and settings that all ranks must have alike.
+    inference: the model will do nothing else, so its weights are packed and gone afterwards. run: a digest of the files and settings that
+    all ranks must have alike.
     """
+    cores = cores_of_this_rank(arguments.threads)
+    pin(cores)
     import torch
 
     from tp_residual.cli.report import LoadProgress
     from tp_residual.inference.loading import load_model
+    from tp_residual.parallel.packing import pack_weights
 
     began = time.perf_counter()
-    torch.set_num_threads(threads_per_rank(arguments.threads))
+    torch.set_num_threads(cores.threads)
     limits = parse_timeouts(arguments.timeout)
     # who completes the sums decides what they travel by
     transport: TransportChoice = arguments.boundary if arguments.boundary in ("auto", "shared") else "torch"
@@ -149,6 +155,15 @@ def open_session(arguments: argparse.Namespace, config: ModelConfig, *, replicas
             progress=progress,
         )
     model.requires_grad_(False).eval()
+    if inference:
+        packing = pack_weights(model, group.device, model.dtype)
+        if world.rank == 0:
+            size = f", {packing.nbytes / 1e6:.0f} MB a rank" if packing.nbytes else ""
+            print(f"linears: {packing.form}{size} ({packing.reason})", file=sys.stderr)
+    if group.device.type == "cpu":
+        shown = world.share("cores", f"rank {world.rank}: {cores}")
+        if world.rank == 0:
+            print("cores: " + "; ".join(shown), file=sys.stderr)
     if world.rank == 0 and config.residual != PRE_NORM:
         print(f"residual: {config.residual.name} {config.residual.to_dict()}", file=sys.stderr)
     if world.rank == 0:

@@ -39,6 +39,9 @@ class Attention(nn.Module):
             bias=config.qkv_bias,
             dtype=dtype,
         )
+        self.local_heads = [
+            size // config.head_dim for size in self.qkv_proj.local_sizes
+        ]  # of queries, keys and values
         self.o_proj = RowParallelLinear(
             rows,
             config.hidden_size,
@@ -58,9 +61,14 @@ class Attention(nn.Module):
     def forward(
         self, x: Float[Tensor, "tokens hidden"], rope: RopeTables, batch: TokenBatch, backend: AttentionBackend
     ) -> Partial:
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv_proj.split(self.qkv_proj(x)))
+        qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        backend.append(self.layer, apply_rope(k, rope), v, batch)
-        out = backend.attend(self.layer, apply_rope(q, rope), batch, self.groups, self.window)
+            q, k, v = qkv.split(self.local_heads, dim=1)
+            q, k = apply_rope(self.q_norm(q), rope), apply_rope(self.k_norm(k), rope)
+        else:
+            queries, keys, values = self.local_heads
+            both, v = qkv.split((queries + keys, values), dim=1)
+            q, k = apply_rope(both, rope).split((queries, keys), dim=1)
+        backend.append(self.layer, k, v, batch)
+        out = backend.attend(self.layer, q, batch, self.groups, self.window)
         return self.o_proj(out.flatten(1))

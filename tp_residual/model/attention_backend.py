@@ -71,6 +71,8 @@ class HeadGroups:
         rectangle = [group + group[-1:] * (self.slots - len(group)) for group in members]
         first_slot = {q: kv * self.slots + group.index(q) for kv, group in enumerate(members) for q in group}
         self.even = all(len(group) == self.slots for group in members)
+        # (first query head, how many) of each KV head: they are neighbours
+        self.ranges = torch.tensor([[group[0], len(group)] for group in members], device=device)
         self.kv_of_query = torch.tensor(kv_of_query, device=device)
         self.query_of_slot = torch.tensor([q for row in rectangle for q in row], device=device)
         self.slot_of_query = torch.tensor([first_slot[q] for q in range(len(kv_of_query))], device=device)

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from tp_residual.kernels.decoder import serves, silu_mul
 from tp_residual.model.layout import ModelLayout
 from tp_residual.parallel.group import TensorParallelGroup
 from tp_residual.parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -42,4 +43,4 @@ class MLP(nn.Module):
 
     def forward(self, x: Float[Tensor, "tokens hidden"]) -> Partial:
         gate, up = self.gate_up_proj.split(self.gate_up_proj(x))
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(silu_mul(gate, up) if serves(gate, up) else F.silu(gate) * up)

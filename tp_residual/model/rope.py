@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tp_residual.kernels.decoder import rope, serves
 from tp_residual.model.config import ModelConfig
 
 
@@ -85,6 +86,8 @@ def _dynamic(config: ModelConfig, frequencies: Tensor, sequence_lengths: Tensor)
 
 def apply_rope(x: Float[Tensor, "tokens heads head_dim"], tables: RopeTables) -> Float[Tensor, "tokens heads head_dim"]:
     """`x * cos + rotate_half(x) * sin`, computed in the tables' precision and rounded once to x's dtype."""
+    if tables.cos.dtype == torch.float32 and serves(x):
+        return rope(x, tables.cos, tables.sin)
     low, high = x.chunk(2, dim=-1)
     rotated = torch.cat([-high, low], dim=-1)
     return (x * tables.cos[:, None] + rotated * tables.sin[:, None]).to(x.dtype)

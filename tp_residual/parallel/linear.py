@@ -6,11 +6,11 @@ Weights keep the checkpoint's orientation, `[out_features, in_features]`. A para
 from collections.abc import Iterable, Mapping
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from tp_residual.errors import LayoutError
+from tp_residual.kernels.linear import PackedWeight, linear
 from tp_residual.parallel.blocks import ParameterBlock, replicated_block, split_blocks
 from tp_residual.parallel.group import TensorParallelGroup
 from tp_residual.parallel.partial import Partial
@@ -41,10 +41,11 @@ class ColumnParallelLinear(nn.Module):
         self.local_sizes = [split.size(group.rank) for split in self.projections.values()]
         self.weight = uninitialized(sum(self.local_sizes), in_features, dtype=dtype, group=group)
         self.bias = uninitialized(sum(self.local_sizes), dtype=dtype, group=group) if bias else None
+        self.packed: PackedWeight | None = None  # see parallel/packing.py
 
     def forward(self, x: Float[Tensor, "tokens in_features"]) -> Float[Tensor, "tokens local_out_features"]:
         check_input(x, self.in_features, "ColumnParallelLinear", self.projections)
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.packed, self.bias)
 
     def split(self, y: Float[Tensor, "tokens local_out_features"]) -> tuple[Tensor, ...]:
         """The fused output as views, one a projection."""
@@ -89,10 +90,11 @@ class RowParallelLinear(nn.Module):
         self.sequence_parallel, self.name = sequence_parallel, name
         self.weight = uninitialized(out_features, split.size(group.rank), dtype=dtype, group=group)
         self.bias = uninitialized(out_features, dtype=dtype, group=group) if bias else None
+        self.packed: PackedWeight | None = None
 
     def forward(self, x: Float[Tensor, "tokens local_in_features"]) -> Partial:
         check_input(x, self.in_split.size(self.group.rank), "RowParallelLinear", (self.name,))
-        return Partial(F.linear(x, self.weight), self.group, self.name, self.bias)
+        return Partial(linear(x, self.weight, self.packed), self.group, self.name, self.bias)
 
     def declare_blocks(self, prefix: str) -> Iterable[ParameterBlock]:
         full_shape = (self.out_features, self.in_split.total)

@@ -2,9 +2,10 @@
 //
 // Ordinary stores: those that bypass the caches were slower for 64 MB of bf16 and no faster for fp32, on one thread and on two.
 #include <algorithm>
-#include <cstdlib>
 
 #include "contract.h"
+#include "native_time.h"
+#include "scratch.h"
 #include "threads.h"
 
 namespace tpr {
@@ -20,25 +21,6 @@ struct AddNormCall {
     DType residual_dtype, update_dtype;
     int32_t fast, threads;
     int32_t wary;  // rows are contiguous: do nothing if an output shares memory with another tensor, other than in place
-};
-
-// 64-byte aligned floats that a thread keeps between calls.
-class Scratch {
-  public:
-    ~Scratch() { std::free(floats_); }
-    float* at_least(int64_t count) {
-        if (count > count_) {
-            std::free(floats_);
-            floats_ = static_cast<float*>(std::aligned_alloc(64, size_t(count) * sizeof(float)));
-            if (!floats_) std::abort();
-            count_ = count;
-        }
-        return floats_;
-    }
-
-  private:
-    float* floats_ = nullptr;
-    int64_t count_ = 0;
 };
 
 inline int64_t size_of(DType dtype) { return dtype == F32 ? 4 : 2; }
@@ -100,6 +82,7 @@ inline bool outputs_overlap(const AddNormCall& call) {
 }  // namespace tpr
 
 extern "C" int32_t tpr_add_norm(const tpr::AddNormCall* call) {
+    const tpr::Timed timed(tpr::ELEMENTWISE);
     if (call->wary && tpr::outputs_overlap(*call)) return 1;
     constexpr int64_t ELEMENTS = 1 << 16;  // fewer for each thread do not pay for waking it
     const int64_t useful = call->tokens * call->row->D / ELEMENTS;

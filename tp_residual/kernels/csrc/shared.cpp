@@ -20,6 +20,7 @@
 #include <cstring>
 
 #include "contract.h"
+#include "native_time.h"
 
 namespace tpr::shared {
 
@@ -364,6 +365,7 @@ using tpr::shared::Exchange;
 
 // Begins or continues `e`. After DIFFERENT (some rank is in another exchange) nothing may follow on this channel.
 int32_t tpr_exchange(Channel* c, Exchange* e) {
+    const tpr::Timed timed(tpr::EXCHANGE);
     using namespace tpr::shared;
     switch (e->form) {
         case ONE_SHOT: return drive<OneShot>(*c, *e);

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from itertools import count
 from typing import Literal
@@ -34,6 +34,7 @@ logger = logging.getLogger("tp_residual")
 
 TransportChoice = Literal["auto", "torch", "shared"]
 
+_NO_RANGE = nullcontext()
 _PEER_REPORT_S = 2.0  # how long an expired wait looks for the reports of its peers
 
 # torch.library operators take integers, not objects: this maps the integer back. Weak, so that it keeps no group alive.
@@ -74,6 +75,7 @@ class TensorParallelGroup:
         self.checked = checked
         self.record = CollectiveRecord()
         self.counters = Counters()
+        self.ranges: Callable[[str], AbstractContextManager[object]] | None = None  # a profiler's, while it watches
         self.handle = next(_handles)
         self._subgroups: dict[tuple[int, ...], TensorParallelGroup] = {}
         self._watchdog: CudaWatchdog | None = None
@@ -231,7 +233,8 @@ class TensorParallelGroup:
             if self.checked:
                 self._compare_with_peers(str(record.last))
             try:
-                out = collective(transport, x)
+                with _NO_RANGE if self.ranges is None else self.ranges(f"{kind} {tag}"):
+                    out = collective(transport, x)
             except RuntimeError as error:
                 raise CollectiveError(self._explain(error)) from error
             self._watch_device(str(record.last))
@@ -240,6 +243,10 @@ class TensorParallelGroup:
             return out
         finally:
             self._entered.release()
+
+    def range(self, name: str) -> AbstractContextManager[object]:
+        """A named part of what this rank does, for a profiler that watches."""
+        return _NO_RANGE if self.ranges is None else self.ranges(name)
 
     def start(
         self, kind: str, tag: str, x: Tensor, begin: Callable[[Transport, Tensor], Callable[[], Tensor]]

@@ -246,9 +246,10 @@ def _execute(
     request = owner.request(residual is not None, int(partial is not None), spec, result, join)
     split = owner.token_split(tokens)
     began = time.perf_counter()
-    answer = owner.executor.run(
-        request, owner.group, tag, split, residual, partial, bias, weight, norm_bias, *update_norm
-    )
+    with owner.group.range(f"boundary {tag}"):
+        answer = owner.executor.run(
+            request, owner.group, tag, split, residual, partial, bias, weight, norm_bias, *update_norm
+        )
     owner.group.counters.boundary_s += time.perf_counter() - began
     return answer
 

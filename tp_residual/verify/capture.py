@@ -21,6 +21,7 @@ from tp_residual.model.rope import rope_tables
 from tp_residual.parallel.blocks import parameter_blocks
 from tp_residual.parallel.collectives import partial_to_invariant, token_shard_to_invariant
 from tp_residual.parallel.group import TensorParallelGroup
+from tp_residual.parallel.packing import packed_weights
 from tp_residual.parallel.partial import Partial
 from tp_residual.parallel.vocabulary import VocabParallelEmbedding, VocabParallelHead
 from tp_residual.residual.boundary import Boundary, Site
@@ -76,10 +77,14 @@ class ShardedRun:
 
 @torch.no_grad()
 def run_sharded(model: CausalLM, sequences: Sequence[Sequence[int]]) -> ShardedRun:
-    """One forward pass over the sequences. All ranks call it."""
+    """One forward pass over the sequences, by the linears that generation computes with. All ranks call it.
+
+    Packed copies stand beside the weights for as long as it lasts: those are what a wrong result is then looked for in.
+    """
     group, recorder = model.group, Recorder()
     batch = TokenBatch.prefill([list(ids) for ids in sequences], group.device)
-    out = model(batch, NoCache(), taps=(recorder,))
+    with packed_weights(model, group.device, model.dtype):
+        out = model(batch, NoCache(), taps=(recorder,))
     boundary = model.boundary_for(batch.token_ids.shape[0])
     split = boundary.token_split(batch.token_ids.shape[0])
     streams, updates, normed = [], [], []

@@ -1,0 +1,127 @@
+"""`--profile`: a Chrome trace of some steps from each rank, with ranges named as errors and counters name things.
+
+Open it in chrome://tracing or ui.perfetto.dev. Ranges: each step, layer and module, each boundary and each collective with its tag; on CUDA
+the same ranges are NVTX's, for Nsight. Within a range are torch's operators; what a compiled kernel of ours takes is the part of its
+module's range without one.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.autograd.profiler import record_function
+from torch.profiler import ProfilerActivity, profile
+
+from tp_residual.errors import RequestError
+from tp_residual.parallel.group import TensorParallelGroup
+
+
+def parse_steps(text: str) -> tuple[int, int]:
+    """`A:B`: steps A to B - 1, the first being 0. Raises RequestError."""
+    first, colon, last = text.partition(":")
+    if not colon or not first.isdecimal() or not last.isdecimal() or int(first) >= int(last):
+        raise RequestError(
+            f"--profile-steps {text!r} is not A:B with whole numbers A < B; 3:8 are five steps from 3 on"
+        )
+    return int(first), int(last)
+
+
+class StepProfiler:
+    """Enter it around each step. Watches steps `first` to `last - 1`, then writes `rank_R_of_N.json` into `folder`.
+
+    Unwatched steps cost nothing. Raises RequestError when the trace cannot be written.
+    """
+
+    def __init__(
+        self, folder: str | Path, steps: tuple[int, int], model: nn.Module, group: TensorParallelGroup
+    ) -> None:
+        self.path = Path(folder) / f"rank_{group.rank}_of_{group.size}.json"
+        self.written = False
+        self._first, self._last = steps
+        self._model, self._group = model, group
+        self._step = 0
+        self._watching: ExitStack | None = None
+        self._profile: profile | None = None
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        number = self._step
+        self._step += 1
+        if number == self._first:
+            self._begin()
+        if self._watching is None:
+            yield
+            return
+        with self._range(f"step {number}"):
+            yield
+        if number + 1 == self._last:
+            self.finish()
+
+    def finish(self) -> None:
+        """Write what was watched: also when the work ended before the last step that was asked for. Does nothing a second time."""
+        if self._watching is None:
+            return
+        self._watching.close()
+        self._watching = None
+        assert self._profile is not None
+        scratch = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._profile.export_chrome_trace(str(scratch))
+            os.replace(scratch, self.path)
+        except (OSError, RuntimeError) as error:
+            scratch.unlink(missing_ok=True)
+            raise RequestError(f"--profile {self.path.parent}: the trace cannot be written: {error}") from None
+        finally:
+            self._profile = None
+        self.written = True
+
+    def _begin(self) -> None:
+        self._watching = ExitStack()
+        activities = [ProfilerActivity.CPU]
+        if self._group.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self._profile = self._watching.enter_context(profile(activities=activities, acc_events=True))
+        self._watching.enter_context(_module_ranges(self._model, self._range))
+        self._group.ranges = self._range
+        self._watching.callback(setattr, self._group, "ranges", None)
+
+    @contextmanager
+    def _range(self, name: str) -> Iterator[None]:
+        with record_function(name):
+            if self._group.device.type != "cuda":
+                yield
+                return
+            torch.cuda.nvtx.range_push(name)
+            try:
+                yield
+            finally:
+                torch.cuda.nvtx.range_pop()
+
+
+@contextmanager
+def _module_ranges(model: nn.Module, named: Callable[[str], AbstractContextManager[None]]) -> Iterator[None]:
+    """A range around each module's forward, named as in the checkpoint."""
+    open_ranges: list[AbstractContextManager[None]] = []
+    hooks = []
+
+    def enter(name: str) -> None:
+        each = named(name)
+        each.__enter__()
+        open_ranges.append(each)
+
+    def leave() -> None:
+        open_ranges.pop().__exit__(None, None, None)
+
+    for name, module in model.named_modules():
+        if name and not isinstance(module, nn.ModuleList):
+            hooks.append(module.register_forward_pre_hook(lambda _module, _inputs, name=name: enter(name)))
+            hooks.append(module.register_forward_hook(lambda _module, _inputs, _output: leave()))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

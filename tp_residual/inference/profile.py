@@ -7,7 +7,7 @@ module's range without one.
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -73,7 +73,8 @@ class StepProfiler:
             self._profile.export_chrome_trace(str(scratch))
             os.replace(scratch, self.path)
         except (OSError, RuntimeError) as error:
-            scratch.unlink(missing_ok=True)
+            with suppress(OSError):
+                scratch.unlink()
             raise RequestError(f"--profile {self.path.parent}: the trace cannot be written: {error}") from None
         finally:
             self._profile = None

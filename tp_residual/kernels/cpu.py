@@ -19,6 +19,7 @@ from tp_residual.errors import UserError
 from tp_residual.kernels import build
 from tp_residual.kernels.add_norm_operands import Operands, overlap, require_tensors, same_memory
 from tp_residual.kernels.contract import AddNormSpec, NormSpec, usable_eps
+from tp_residual.kernels.recording import active
 
 Order = Literal["contract", "fast"]
 Outputs = tuple[Tensor | None, Tensor | None]  # the new residual, if it is wanted, and the normed value
@@ -175,6 +176,7 @@ def run_known(
     known = _known.get(key)
     if known is None:
         return False
+    _refuse_recording()
     call = _Call(
         known.row_at,
         tokens,
@@ -254,6 +256,14 @@ def run_checked(spec: AddNormSpec, operands: Operands, outputs: Outputs, *, fast
     row = _row_for(spec, operands)
     call = _call(row, operands, outputs, fast, None)
     _functions()[operands.rows.numel() < HOLD_LOCK_BELOW](ctypes.addressof(call))
+    if (recording := active()) is not None:
+        recording.add("add_norm", call, row, operands, outputs)
+
+
+def _refuse_recording() -> None:
+    """The public forms note no call: a model goes through `run_checked`."""
+    if (recording := active()) is not None:
+        recording.refuse("the public add+norm")
 
 
 def _row_for(spec: AddNormSpec, operands: Operands) -> RowSpec:
@@ -313,6 +323,7 @@ def prepare(
     row = _row_for(spec, operands)
     call = _call(row, operands, outputs, order == "fast", threads)
     tokens, size = operands.rows.shape
+    _refuse_recording()
     function, address = _functions()[tokens * size < HOLD_LOCK_BELOW], ctypes.addressof(call)
     memory = (call, row, operands, outputs)
 

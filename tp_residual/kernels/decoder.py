@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tp_residual.kernels import build
+from tp_residual.kernels.recording import active
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MOST_HEAD_DIM, HEAD_DIM_UNIT = 256, 16
@@ -138,6 +139,8 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     functions = _functions()
     assert functions is not None
     functions.rope(ctypes.addressof(call))
+    if (recording := active()) is not None:
+        recording.add("rope", call, x, y, cos, sin)
     return y
 
 
@@ -163,6 +166,8 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     functions = _functions()
     assert functions is not None
     functions.silu(ctypes.addressof(call))
+    if (recording := active()) is not None:
+        recording.add("silu", call, gate, up, y)
     return y
 
 
@@ -202,6 +207,8 @@ def append(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) ->
     functions = _functions()
     assert functions is not None
     functions.append(ctypes.addressof(call))
+    if (recording := active()) is not None:
+        recording.add("append", call, k, v, keys, values, slots)
 
 
 def attend(
@@ -241,6 +248,8 @@ def attend(
     functions = _functions()
     assert functions is not None
     functions.attend(ctypes.addressof(call))
+    if (recording := active()) is not None:
+        recording.add("attend", call, q, keys, values, out, spans, tables, heads)
     return out
 
 

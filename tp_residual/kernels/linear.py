@@ -18,6 +18,7 @@ from torch import Tensor
 from tp_residual.errors import UserError
 from tp_residual.kernels import build
 from tp_residual.kernels.native_time import counted
+from tp_residual.kernels.recording import active
 
 Form = Literal["panels", "onednn", "plain"]
 
@@ -131,13 +132,14 @@ class PackedWeight:
                 f"a packed weight of {self.in_features} input features in {self.dtype} got x {list(x.shape)} in {x.dtype}"
                 + ("" if bias is None else f" and a bias in {bias.dtype}")
             )
+        bias = None if bias is None else bias.contiguous()
         if features > 1 and x.stride(1) != 1:
             x = x.contiguous()
         y = torch.empty((tokens, self.out_features), dtype=x.dtype)
         call = _Call(
             x.data_ptr(),
             self._at,
-            None if bias is None else bias.contiguous().data_ptr(),
+            None if bias is None else bias.data_ptr(),
             y.data_ptr(),
             tokens,
             features,
@@ -148,6 +150,8 @@ class PackedWeight:
             torch.get_num_threads(),
         )
         self._run(ctypes.addressof(call))
+        if (recording := active()) is not None:
+            recording.add("linear", call, x, y, bias, self)
         return y
 
 

@@ -350,13 +350,35 @@ class CausalLM(nn.Module):
         Hidden states: what each layer's first read made of the stream (a ladder's lacks the newest update), then x_L, then what the head
         reads.
         """
+        lengths = batch.sequence_lengths if self.config.rope_type == "dynamic" else None
+        rope = rope_tables(self.config, batch.positions, self.dtype, lengths)
+        return self.forward_embedded(
+            self.model.embed_tokens(batch.token_ids),
+            rope,
+            batch,
+            backend,
+            logit_rows=logit_rows,
+            output_hidden_states=output_hidden_states,
+            taps=taps,
+        )
+
+    def forward_embedded(
+        self,
+        embedded: Partial,
+        rope: RopeTables,
+        batch: TokenBatch,
+        backend: AttentionBackend,
+        *,
+        logit_rows: Int[Tensor, " rows"] | None = None,
+        output_hidden_states: bool = False,
+        taps: tuple[Tap, ...] = (),
+    ) -> CausalLMOutput:
+        """`forward` from the embedding's summands and the rotary tables on."""
         inputs = LayerInputs() if output_hidden_states else None
         if inputs is not None:
             taps = (*taps, inputs)
-        boundary = self.boundary_for(batch.token_ids.shape[0])
-        lengths = batch.sequence_lengths if self.config.rope_type == "dynamic" else None
-        rope = rope_tables(self.config, batch.positions, self.dtype, lengths)
-        stream = Stream.start(self.model.embed_tokens(batch.token_ids), boundary, taps, self.model.embedding)
+        boundary = self.boundary_for(embedded.shape[0])
+        stream = Stream.start(embedded, boundary, taps, self.model.embedding)
         stream = self.model(stream, rope, batch, backend, inputs)
         final_norm = self.model.norm
         x, stream = stream.read(final_norm)

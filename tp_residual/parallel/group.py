@@ -25,6 +25,7 @@ from torch import Tensor
 
 from tp_residual.errors import CollectiveError, UserError
 from tp_residual.kernels.build import unavailable
+from tp_residual.kernels.recording import Collective
 from tp_residual.parallel.liveness import Process, WaitReporter, said
 from tp_residual.parallel.record import CollectiveRecord, Counters, Limits, call_site
 from tp_residual.parallel.shared import SharedTransport
@@ -243,6 +244,26 @@ class TensorParallelGroup:
             return out
         finally:
             self._entered.release()
+
+    def wait_for_recorded(self, collective: Collective, number: int, go_on: Callable[[], object]) -> None:
+        """A collective of a recorded pass that did not end at once: its `number`-th since the group was made."""
+        record = self.record
+        record.number = number - 1
+        record.enter(collective.kind, collective.tag, collective.shape)
+        try:
+            go_on()
+        except RuntimeError as error:
+            raise CollectiveError(self._explain(error)) from error
+        record.in_flight = False
+
+    def count_recorded(self, collectives: Sequence[Collective], before: int) -> None:
+        """A recorded pass has made these, after `before` others: into the record and the counters, as if each had gone through `run`."""
+        if collectives:
+            self.record.number = before + len(collectives) - 1
+            self.record.enter(collectives[-1].kind, collectives[-1].tag, collectives[-1].shape)
+            self.record.in_flight = False
+        for each in collectives:
+            self.counters.add(each.tag, each.kind, each.shape.nbytes)
 
     def range(self, name: str) -> AbstractContextManager[object]:
         """A named part of what this rank does, for a profiler that watches."""

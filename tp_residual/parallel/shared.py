@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from tp_residual.kernels.build import library, unavailable
+from tp_residual.kernels.recording import active
 from tp_residual.parallel.liveness import Process
 from tp_residual.parallel.record import Limits
 from tp_residual.parallel.transport import require_chunks
@@ -318,8 +319,26 @@ class SharedTransport:
             raise RuntimeError(
                 f"the shared transport of rank {self.rank} is dead: {self._dead or 'an exchange was abandoned'}"
             )
+        if (recording := active()) is not None and exchange_at not in recording.noted_exchanges:
+            recording.refuse("an exchange outside of a boundary")
+        return self._drive(exchange_at, None, stop_before_gather)
+
+    def go_on(self, exchange_at: int, status: int) -> None:
+        """End an Exchange of a recorded program, which has come back with this status."""
+        self._drive(exchange_at, status, stop_before_gather=False)
+
+    @property
+    def channel_at(self) -> int:
+        """The address of what the compiled functions know this transport by."""
+        return self._channel_at
+
+    # -- inside
+
+    def _drive(self, exchange_at: int, status: int | None, stop_before_gather: bool) -> int:
+        """status: of a call that has been made; None to make the first."""
         try:
-            status: int = self._advance(self._channel_at, exchange_at)
+            if status is None:
+                status = self._advance(self._channel_at, exchange_at)
             if status:
                 status = self._wait(exchange_at, status, stop_before_gather)
             if status or self._only:
@@ -328,8 +347,6 @@ class SharedTransport:
         except BaseException as error:
             self._die(str(error) or type(error).__name__)
             raise
-
-    # -- inside
 
     def _sum(self, form: int, x: Tensor, out: Tensor, first: int) -> None:
         code = DTYPES.get(x.dtype)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tp_residual.errors import UserError
 from tp_residual.kernels.contract import NormSpec, column_sum, norm_backward, widen
+from tp_residual.kernels.recording import active
 from tp_residual.parallel.collectives import (
     LIBRARY,
     invariant_to_column_input,
@@ -246,10 +247,15 @@ def _execute(
     request = owner.request(residual is not None, int(partial is not None), spec, result, join)
     split = owner.token_split(tokens)
     began = time.perf_counter()
+    recording = active()
+    if recording is not None:
+        recording.in_boundary = True
     with owner.group.range(f"boundary {tag}"):
         answer = owner.executor.run(
             request, owner.group, tag, split, residual, partial, bias, weight, norm_bias, *update_norm
         )
+    if recording is not None:
+        recording.in_boundary = False
     owner.group.counters.boundary_s += time.perf_counter() - began
     return answer
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tp_residual.errors import CollectiveError, LayoutError
 from tp_residual.kernels.cpu import RowSpec, row_spec
+from tp_residual.kernels.recording import Collective, Recording, active
 from tp_residual.parallel.group import TensorParallelGroup
 from tp_residual.parallel.shared import DTYPES, ONE_SHOT, SCATTER, SCATTER_GATHER, TWO_SHOT, Exchange, SharedTransport
 from tp_residual.parallel.splits import Split
@@ -277,18 +278,36 @@ class _Plan:
         if self.has_update_norm:
             update_norm = tuple(None if x is None else x.contiguous() for x in update_norm)  # type: ignore[assignment] # still two
             spec.update_weight, spec.update_norm_bias = (None if x is None else x.data_ptr() for x in update_norm)
+        partial = partial.contiguous()
+        self.input.data = partial.data_ptr()
+        if (recording := active()) is not None:
+            operands = residual, partial, bias, weight, norm_bias, *update_norm, new_residual, normed
+            self._note(recording, tag, partial, operands)
         if not self.sequence_parallel:
             group.run("all_reduce", tag, partial, self._reduce)
             return new_residual, normed
-        partial = partial.contiguous()
-        self.input.data = partial.data_ptr()
         group.run("reduce_scatter", tag, self.scattered, self._scatter)
         if self.gathers:
             group.run("all_gather", tag, self.gathered, self._gather)
         return new_residual, normed
 
+    def _note(self, recording: Recording, tag: str, partial: Tensor, operands: tuple[Tensor | None, ...]) -> None:
+        """The exchange that is about to be made, with addresses of its own: this plan's next call writes others into its structures."""
+        spec = RowSpec.from_buffer_copy(self.spec)
+        exchange = Exchange.from_buffer_copy(self.exchange)
+        exchange.spec = addressof(spec)
+        if self.sequence_parallel:
+            collectives = [Collective("reduce_scatter", tag, self.scattered)]
+            if self.gathers:
+                collectives.append(Collective("all_gather", tag, self.gathered))
+        else:
+            collectives = [
+                Collective("all_reduce", tag, torch.empty(partial.shape, dtype=partial.dtype, device="meta"))
+            ]
+        recording.noted_exchanges.add(self.at)
+        recording.add_exchange(exchange, self.transport.channel_at, tuple(collectives), spec, self, operands)
+
     def _reduce(self, _: Transport, x: Tensor) -> Tensor:
-        self.input.data = x.data_ptr()
         self.transport.run(self.at)
         return x
 

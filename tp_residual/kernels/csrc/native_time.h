@@ -18,13 +18,13 @@ class Timed {
     explicit Timed(Work work) : work_(work), began_(now()) {}
     ~Timed() { native_ns[work_].fetch_add(now() - began_, std::memory_order_relaxed); }
     Timed(const Timed&) = delete;
-
-  private:
     static uint64_t now() {
         timespec t;
         clock_gettime(CLOCK_MONOTONIC, &t);
         return uint64_t(t.tv_sec) * 1000000000u + uint64_t(t.tv_nsec);
     }
+
+  private:
     const Work work_;
     const uint64_t began_;
 };

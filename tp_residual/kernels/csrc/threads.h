@@ -1,4 +1,5 @@
-// Threads for large calls: they are started once, sleep between calls, and take pieces of work from a counter.
+// Threads for large calls: they are started once, and take pieces of work from a counter. Between calls they look for the next one for some
+// ten microseconds, since in a decoder it comes that soon and waking takes longer than many a call; then they sleep.
 //
 // Not OpenMP: a second OpenMP runtime beside torch's would start its own pool, and a process forked after either was used hangs.
 // Here a forked child finds that the pool belongs to its parent, and makes its own. The caller works, too, and takes every piece
@@ -8,6 +9,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
@@ -64,11 +66,16 @@ class Pool {
             }
             job_ = &job;
             wanted_ = helpers;
+            ++calls_;
         }
         wake_.notify_all();
         job.drain();
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            job_ = nullptr;  // nobody joins any more
+        }
+        look([this] { return working_ == 0; });
         std::unique_lock<std::mutex> lock(mutex_);
-        job_ = nullptr;
         done_.wait(lock, [this] { return working_ == 0; });
     }
 
@@ -82,6 +89,22 @@ class Pool {
             job->drain();
             lock.lock();
             if (--working_ == 0) done_.notify_one();
+            const uint64_t seen = calls_;
+            lock.unlock();
+            look([this, seen] { return calls_ != seen; });
+            lock.lock();
+        }
+    }
+
+    // Until it is so, or for LOOK: the lock is taken afterwards in any case, and what is so is looked up under it.
+    template <class F>
+    static void look(F is_so) {
+        constexpr auto LOOK = std::chrono::microseconds(50);
+        const auto end = std::chrono::steady_clock::now() + LOOK;
+        while (!is_so() && std::chrono::steady_clock::now() < end) {
+#if defined(__x86_64__) || defined(__i386__)
+            for (int i = 0; i < 8; ++i) __builtin_ia32_pause();
+#endif
         }
     }
 
@@ -89,7 +112,9 @@ class Pool {
     std::mutex callers_, mutex_;
     std::condition_variable wake_, done_;
     Job* job_ = nullptr;
-    int started_ = 0, wanted_ = 0, working_ = 0;
+    int started_ = 0, wanted_ = 0;
+    std::atomic<int> working_{0};
+    std::atomic<uint64_t> calls_{0};
 };
 
 }  // namespace tpr

@@ -189,31 +189,130 @@ def test_a_resumed_run_answers_each_prompt_once(tmp_path: Path) -> None:
     assert len(lines(out)) == 14
 
 
-def test_finished_answers_are_there_before_the_run_ends(tmp_path: Path) -> None:
-    """SIGKILL as soon as one answer is on the disk; the answers so far are whole, and a resumed run adds the rest."""
-    source, ids = prompt_file(tmp_path)
-    out = tmp_path / "out.jsonl"
+def killed_and_resumed(folder: Path, prompts: int, kills: int) -> None:
+    """SIGKILL while answers are written, `kills` times; the answers so far are whole, and a resumed run adds the rest."""
+    source, out = folder / "in.jsonl", folder / "out.jsonl"
+    source.write_text("".join(json.dumps({"prompt_ids": [5 + i % 300, 1 + i % 7]}) + "\n" for i in range(prompts)))
     arguments = (
-        "generate", "--model", str(cli_model()), "--prompt-file", str(source), "--output", str(out), *FLAGS, "--batch-size", "1",
+        "generate", "--model", str(cli_model()), "--prompt-file", str(source), "--output", str(out), *FLAGS,
+        "--max-num-seqs", "6", "--max-batched-tokens", "9", "--kv-memory", "40K", "--resume",
     )  # fmt: skip
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tp_residual", *arguments], env=environment, stderr=subprocess.DEVNULL
-    )
-    try:
-        end = time.monotonic() + 60
-        while not (out.exists() and b"\n" in out.read_bytes()):
-            assert time.monotonic() < end and process.poll() is None
-            time.sleep(0.002)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    killed = out.read_bytes()
-    run = command(*arguments, "--resume")
+    killed = b""
+    for kill in range(1, kills + 1):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tp_residual", *arguments], env=environment, stderr=subprocess.DEVNULL
+        )
+        try:
+            end = time.monotonic() + 90
+            while not out.exists() or out.read_bytes().count(b"\n") < kill * prompts * 2 // (kills + 2):
+                assert time.monotonic() < end and process.poll() is None
+                time.sleep(0.002)
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        content = out.read_bytes()
+        assert content.startswith(killed[: killed.rfind(b"\n") + 1]), "what was there stays"
+        killed = content
+    assert killed.count(b"\n") < 2 * prompts
+    run = command(*arguments, timeout=300)
     assert run.returncode == 0, run.stderr
     answers = lines(out)
-    assert sorted((a["index"], a["sample"]) for a in answers) == [(i, s) for i in range(len(ids)) for s in range(2)]
-    assert out.read_bytes().startswith(killed[: killed.rfind(b"\n") + 1])
+    assert [(a["index"], a["sample"]) for a in answers] == [(i, s) for i in range(prompts) for s in range(2)]
+    for line in killed[: killed.rfind(b"\n") + 1].splitlines():
+        entry = json.loads(line)
+        assert answers[2 * entry["index"] + entry["sample"]] == entry
+    model, _ = load_model(cli_model(), TensorParallelGroup.single())
+    for index in (0, prompts // 2, prompts - 1):
+        alone = generate(model, [[5 + index % 300, 1 + index % 7]], model.group, SETTINGS, indices=[index])
+        assert [answers[2 * index + s]["token_ids"] for s in range(2)] == [result.token_ids for result in alone]
+
+
+def test_a_run_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
+    killed_and_resumed(tmp_path, 100, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_thousand_prompts_and_five_kills(tmp_path: Path) -> None:
+    killed_and_resumed(tmp_path, 1000, 5)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_prompt_that_never_fits_is_refused_alone(tmp_path: Path, tp_size: int) -> None:
+    """Its line says why, the others are answered as if it were not there, and the command fails at the end."""
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    prompts = [[5, 6, 7], [9] * 60, [8, 30], [4] * 11]
+    source.write_text("".join(json.dumps({"prompt_ids": prompt}) + "\n" for prompt in prompts))
+    arguments = (
+        "generate", "--model", str(cli_model()), "--prompt-file", str(source), "--max-new-tokens", "6", "--ignore-eos",
+        "--tp", str(tp_size), "--max-model-len", "16", "--output", str(out),
+    )  # fmt: skip
+    run = command(*arguments)
+    assert run.returncode == 2, run.stderr
+    answers = lines(out)
+    model, _ = load_model(cli_model(), TensorParallelGroup.single())
+    settings = GenerationSettings(max_new_tokens=6)
+    for index in (0, 2):
+        assert answers[index]["token_ids"] == generate(model, [prompts[index]], model.group, settings)[0].token_ids
+    for index in (1, 3):
+        answer = answers[index]
+        assert (answer["finish_reason"], answer["token_ids"], answer["text"]) == ("refused", [], None)
+        needed = len(prompts[index]) + 6
+        message = (
+            f"prompt {index}: {needed - 6} tokens of prompt and max_new_tokens=6: {needed} exceeds max_model_len=16"
+        )
+        assert answer["error"].startswith(message) and f"refused: {message}" in run.stderr
+    assert run.stderr.count("error") == 1 and "Traceback" not in run.stderr
+    assert "2 of 4 answers are refusals: these prompts can never fit, and their lines say why" in run.stderr
+    again = command(*arguments, "--resume")
+    assert again.returncode == 0 and lines(out) == answers, "a refusal is an answer"
+
+
+LIMITS = {
+    "no length": (
+        ("--max-model-len", "0"),
+        "--max-model-len '0' is not a whole number of at least 1; use one, or auto",
+    ),
+    "longer than the model": (("--max-model-len", "65"), "max_model_len=65 exceeds max_position_embeddings=64"),
+    "no size": (("--kv-memory", "much"), "--kv-memory 'much' is not a size"),
+    "too little": (
+        ("--kv-memory", "7K", "--max-model-len", "32"),
+        "use max_model_len of at most 16, or give kv_memory",
+    ),
+    "no sequence": (("--max-num-seqs", "0"), "max_num_seqs=0 must be a whole number of at least 1"),
+    "no tokens": (("--max-batched-tokens", "-4"), "must be a whole number of at least 1"),
+    "more sequences than tokens": (("--max-num-seqs", "9", "--max-batched-tokens", "8"), "is less than max_num_seqs=9"),
+    "a prompt beyond the limit": (("--max-model-len", "5"), "exceeds max_model_len=5; shorten the prompt"),
+}
+
+
+@pytest.mark.parametrize("case", LIMITS)
+def test_bad_limits_are_refused_in_one_message(case: str) -> None:
+    options, message = LIMITS[case]
+    request = ("--model", str(cli_model()), "--prompt-ids", "5,6", "--json", "--max-new-tokens", "4")
+    run = command("generate", *request, *options, timeout=30)
+    assert run.returncode == 2 and run.stdout == "" and message in run.stderr, run.stderr
+    assert run.stderr.count("error: ") == 1 and "Traceback" not in run.stderr
+
+
+def test_the_limits_are_said_and_change_no_text(tmp_path: Path) -> None:
+    request = ("generate", "--model", str(cli_model()), "--tp", "2", "--max-new-tokens", "6", "--ignore-eos", "--json")
+    prompts = [argument for ids in ("5,6,7,8,9,10,11", "9,30", "4") for argument in ("--prompt-ids", ids)]
+    plain = command(*request, *prompts)
+    tight = command(*request, *prompts, "--max-num-seqs", "2", "--max-batched-tokens", "3", "--kv-memory", "10K")
+    assert plain.returncode == tight.returncode == 0, tight.stderr
+    first, second = ([json.loads(text)["token_ids"] for text in run.stdout.splitlines()] for run in (plain, tight))
+    assert first == second and len(first) == 3
+    assert (
+        "KV cache: 2048 tokens in 128 blocks of 16" in plain.stderr
+        and "32 requests of max_model_len=64 fit" in plain.stderr
+    )
+    assert (
+        "KV cache: 32 tokens in 2 blocks of 16" in tight.stderr
+        and "max_num_seqs=2 max_batched_tokens=3" in tight.stderr
+    )
+    assert "max_model_len: 32 instead of 64" in tight.stderr and "1 requests of max_model_len=32 fit" in tight.stderr
 
 
 def test_without_output_answers_go_to_stdout_and_logprobs_are_in_them(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from tp_residual.inference.request import GenerationSettings, check_prompts
 from tp_residual.model import decoder
 from tp_residual.model.decoder import CausalLM
 from tp_residual.parallel.group import TensorParallelGroup
-from tp_residual.parallel.vocabulary import vocab_parallel_argmax
+from tp_residual.parallel.vocabulary import Choice, vocab_parallel_choice
 from tp_residual.testing import RanksFailed, run_ranks
 
 NEW_TOKENS = 8
@@ -126,15 +126,15 @@ def check_disagreement(group: TensorParallelGroup, where: str) -> None:
     model, batch, settings = tiny(group), [list(prompt) for prompt in PROMPTS], GenerationSettings(max_new_tokens=8)
     steps = 0
 
-    def argmax(*arguments: Any) -> torch.Tensor:
+    def choice(*arguments: Any) -> Choice:
         nonlocal steps
         steps += 1
-        chosen = vocab_parallel_argmax(*arguments)
+        chosen = vocab_parallel_choice(*arguments)
         if where == "token" and group.rank == 1 and steps == 3:
-            chosen[0] = (chosen[0] + 1) % 101
+            chosen.ids[0] = (chosen.ids[0] + 1) % 101
         return chosen
 
-    sampling.vocab_parallel_argmax = argmax
+    sampling.vocab_parallel_choice = choice
     if where == "prompt" and group.rank == 1:
         batch[0][0] = (batch[0][0] + 1) % 101
     if where == "settings" and group.rank == 1:

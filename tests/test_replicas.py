@@ -39,9 +39,9 @@ def replica_of(world: TensorParallelGroup, tp_size: int) -> TensorParallelGroup:
 
 
 def check_sharing(
-    world: TensorParallelGroup, tp_size: int, count: int, size: int
+    world: TensorParallelGroup, tp_size: int, total: int, most: int
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """(batches of this rank, what `write` got here). The first replica is slow."""
+    """(what this rank took, what `write` got here). The first replica is slow."""
     group = replica_of(world, tp_size)
     written: list[list[int]] = []
     inside: list[int] = []
@@ -54,45 +54,56 @@ def check_sharing(
         written.append(list(answer))
         world.store.set(f"written/{answer[0]}", "")
 
-    batches = []
+    taken = []
     with SharedWork(world, group, write) as work:
         world.share("ready", "")
-        for batch in work.batches(range(100, 100 + count), size):
-            batches.append(list(batch))
+        while places := work.take(total, most):
+            taken.append(list(places))
             time.sleep(1.0 if work.replica == 0 else 0.05)
             if group.rank == 0:
-                for item in batch:
-                    work.deliver((item, work.replica))
-    assert all(world.store.check([f"written/{100 + i}"]) for i in range(count)), "left before all was written"
+                for place in places:
+                    work.deliver((place, work.replica))
+            work.check()
+        assert not work.take(total, most)
+        work.finish()
+    assert all(world.store.check([f"written/{place}"]) for place in range(total)), "left before all was written"
     world.share("over", "")  # a replica's rank 0 keeps its side channel, in which another may still read
-    return batches, written
+    return taken, written
 
 
 @pytest.mark.parametrize(("ranks", "tp_size"), [(3, 1), (4, 2)])
-def test_every_item_is_worked_on_once_by_whoever_is_free(ranks: int, tp_size: int) -> None:
+def test_every_place_is_worked_on_once_by_whoever_is_free(ranks: int, tp_size: int) -> None:
     results = run_ranks(ranks, check_sharing, tp_size, 23, 2)
-    taken = [batches for batches, _ in results]
+    taken = [places for places, _ in results]
     by_replica = taken[::tp_size]
     assert all(taken[rank] == by_replica[rank // tp_size] for rank in range(ranks)), "ranks of a replica disagree"
-    assert sorted(item for batches in by_replica for batch in batches for item in batch) == list(range(100, 123))
-    assert all(batches == sorted(batches) and len(batch) <= 2 for batches in by_replica for batch in batches)
+    assert sorted(place for pieces in by_replica for piece in pieces for place in piece) == list(range(23))
+    assert all(pieces == sorted(pieces) and len(piece) <= 2 for pieces in by_replica for piece in pieces)
     assert len(by_replica[0]) < min(map(len, by_replica[1:])), "the slow one has as much work as the others"
-    answers = [[item, replica] for replica, batches in enumerate(by_replica) for batch in batches for item in batch]
+    answers = [[place, replica] for replica, pieces in enumerate(by_replica) for piece in pieces for place in piece]
     assert sorted(results[0][1]) == sorted(answers) and not any(written for _, written in results[1:])
 
 
-@pytest.mark.parametrize(("count", "largest"), [(0, 0), (1, 1), (5, 3)])
-def test_a_short_list_is_not_left_to_one_replica(count: int, largest: int) -> None:
-    results = run_ranks(2, check_sharing, 1, count, 8)
-    sizes = [len(batch) for batches, _ in results for batch in batches]
-    assert sum(sizes) == len(results[0][1]) == count and max(sizes, default=0) == largest
+@pytest.mark.parametrize(("total", "largest"), [(0, 0), (1, 1), (5, 2), (40, 8)])
+def test_a_short_list_is_not_left_to_one_replica(total: int, largest: int) -> None:
+    results = run_ranks(2, check_sharing, 1, total, 8)
+    sizes = [len(piece) for pieces, _ in results for piece in pieces]
+    assert sum(sizes) == len(results[0][1]) == total and max(sizes, default=0) == largest
+
+
+def test_one_replica_takes_in_order_what_it_has_room_for() -> None:
+    group = TensorParallelGroup.single()
+    with SharedWork(group, group, print) as work:
+        taken = [list(work.take(7, most)) for most in (3, 1, 5, 5)]
+        work.finish()
+    assert taken == [[0, 1, 2], [3], [4, 5, 6], []]
 
 
 # ---- what goes wrong ----
 
 
 def work_for_ever(work: SharedWork) -> None:
-    for _ in work.batches(range(1000), 1):
+    while work.take(1000, 1):
         for _ in range(10):
             time.sleep(0.02)
             work.check()
@@ -276,7 +287,7 @@ def test_prompts_on_the_command_line_are_one_batch(capsys: pytest.CaptureFixture
 COUNT, SAMPLES = 9, 2
 SAMPLED = (
     "--temperature", "0.9", "--top-k", "50", "--seed", "3", "--samples", str(SAMPLES), "--max-new-tokens", "6",
-    "--threads", "1", "--batch-size", "2",
+    "--threads", "1", "--max-num-seqs", "4",
 )  # fmt: skip
 
 
@@ -297,7 +308,7 @@ def test_texts_and_their_file_do_not_depend_on_the_replicas(tmp_path: Path) -> N
     assert three.read_bytes() == expected
     assert "tp=1" in run.stderr and "replicas=3" in run.stderr and run.stderr.count("settings: ") == 1
     prefilled = [int(number) for number in re.findall(r"^replica \d \(rank \d\): (\d+) tokens", run.stderr, re.M)]
-    assert sum(prefilled) == SAMPLES * sum(2 + i for i in range(1, COUNT + 1)) and len(prefilled) == 3
+    assert sum(prefilled) == sum(2 + i for i in range(1, COUNT + 1)) and len(prefilled) == 3, "samples share a prompt"
 
     two.write_bytes(expected[: len(expected) // 2])
     run = command(*line, "--output", str(two), "--resume", "--tp", "2", "--replicas", "2")
@@ -319,7 +330,7 @@ def test_a_killed_replica_ends_the_run_and_a_resumed_one_answers_the_rest(tmp_pa
     source.write_text('{"prompt_ids": [5, 6, 7]}\n' * 60)
     line = [
         "generate", "--model", str(cli_model()), "--prompt-file", str(source), "--output", str(out), "--ignore-eos",
-        "--max-new-tokens", "40", "--batch-size", "1", "--replicas", "2",
+        "--max-new-tokens", "40", "--max-num-seqs", "1", "--replicas", "2",
     ]  # fmt: skip
     process = subprocess.Popen([sys.executable, "-m", "tp_residual", *line], stderr=subprocess.PIPE, text=True)
     try:
@@ -354,7 +365,7 @@ def test_scores_and_perplexity_do_not_depend_on_the_replicas(
     pairs = [{"prompt_ids": [5, 6 + i], "completion_ids": [7, 8, *range(i)]} for i in range(7)]
     source.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     text.write_text("a stream of sums, über alles; the sum of the partial sums is the stream " * 3)
-    base = ("score", "--model", str(cli_model()), "--threads", "1", "--batch-size", "1")
+    base = ("score", "--model", str(cli_model()), "--threads", "1", "--max-num-seqs", "1", "--max-batched-tokens", "7")
     alone, two = tmp_path / "alone", tmp_path / "two"
     assert main([*base, "--file", str(source), "--output", str(alone)]) == 0
     run = command(*base, "--file", str(source), "--output", str(two), "--replicas", "2")

@@ -20,6 +20,7 @@ from tp_residual.inference import sampling
 from tp_residual.inference.generate import generate
 from tp_residual.inference.request import GenerationSettings, SamplingSettings, check_prompts
 from tp_residual.inference.sampling import (
+    Draw,
     Sampler,
     add_noise,
     filter_logits,
@@ -222,9 +223,9 @@ def check_frequencies(group: TensorParallelGroup, values: dict[str, Any]) -> lis
     split = Split.even(VOCABULARY, group.size)
     start, stop = split.ranges[group.rank]
     settings = SamplingSettings(temperature=1.0, seed=3, **values)
-    sampler = Sampler(settings, split, group, [[1]], [(0, 0)])
+    sampler = Sampler(split, group, rows=1)
     local = x[start:stop].expand(DRAWS, -1)
-    return sampler.choose(local, [0] * DRAWS, list(range(DRAWS)), 0)
+    return sampler.choose(local, [Draw(settings, 0, 0, 0, position) for position in range(DRAWS)], 0)[0]
 
 
 @pytest.mark.parametrize("values", ({}, {"top_k": 12}, {"top_p": 0.8}, {"min_p": 0.1}))
@@ -342,8 +343,8 @@ def test_settings_that_differ_between_ranks_are_noticed_before_the_first_exchang
 def check_nan(group: TensorParallelGroup, values: dict[str, Any], row: list[float]) -> None:
     split = Split.even(6, group.size)
     start, stop = split.ranges[group.rank]
-    sampler = Sampler(SamplingSettings(temperature=1.0, **values), split, group, [[0]], [(0, 0)])
-    sampler.choose(torch.tensor([row])[:, start:stop], [0], [1], 0)
+    draw = Draw(SamplingSettings(temperature=1.0, **values), 0, 0, 0, 1)
+    Sampler(split, group, rows=1).choose(torch.tensor([row])[:, start:stop], [draw], 0)
 
 
 @pytest.mark.parametrize("values", ({}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.5}))

@@ -17,8 +17,7 @@ from tiny_models import config, prompts, random_weights, sharded
 from tp_residual.cli.score import windows
 from tp_residual.errors import GenerationError, RequestError
 from tp_residual.inference import logprobs
-from tp_residual.inference.generate import generate
-from tp_residual.inference.logprobs import score
+from tp_residual.inference.generate import generate, score
 from tp_residual.inference.request import GenerationSettings, SamplingSettings
 from tp_residual.parallel.group import TensorParallelGroup
 from tp_residual.testing import RanksFailed, run_ranks

@@ -48,6 +48,7 @@ def _run(arguments: argparse.Namespace, argv: list[str]) -> int:
     try:
         if getattr(arguments, "model", None) is not None:
             config_only = arguments.command in ("audit", "explain") or getattr(arguments, "weights", None) is not None
+            config_only |= arguments.command == "plan" and not arguments.check
             arguments.model = resolve_model(arguments.model, CONFIG_ONLY if config_only else EVERYTHING)
         import_module(f"tp_residual.cli.{arguments.command}").main(arguments, argv)
         return 0

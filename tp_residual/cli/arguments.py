@@ -6,6 +6,7 @@ import os
 from typing import Any, NoReturn, TypeAlias
 
 from tp_residual import __version__
+from tp_residual.inference.request import DEFAULT_MAX_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS
 
 DTYPES = ("float32", "bfloat16", "float16")
 Commands: TypeAlias = "argparse._SubParsersAction[_Parser]"
@@ -45,6 +46,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     _add_generate(commands)
     _add_score(commands)
     _add_audit(commands)
+    _add_plan(commands)
     _add_verify(commands)
     _add_compare(commands)
     _add_lens(commands)
@@ -105,6 +107,7 @@ def _add_generate(commands: Commands) -> None:
     watching.add_argument(
         "--check-finite", action="store_true", help="name layer and rank where NaN or infinity first appears"
     )
+    _add_engine(command)
     _add_layout(command, sequence_parallel="auto", replicas=True)
     _add_machine(command)
     command.add_argument("--json", action="store_true", help="one JSON object a prompt instead of text")
@@ -124,6 +127,7 @@ def _add_score(commands: Commands) -> None:
     _add_files(files, "--file", 'one {"prompt": ..., "completion": ...} a line, or prompt_ids and completion_ids', what)
     command.add_argument("--window", type=int, metavar="N", help="tokens a window (default: positions, at most 2048)")
     command.add_argument("--logprobs", type=int, metavar="K", help="the K likeliest tokens beside each (default 0)")
+    _add_engine(command)
     _add_layout(command, sequence_parallel="auto", replicas=True)
     _add_machine(command)
 
@@ -135,7 +139,32 @@ def _add_files(
     (choice or files).add_argument(name, metavar="FILE", help=content)
     files.add_argument("--output", metavar="FILE", help="answers go here, each a whole line at once (default: stdout)")
     files.add_argument("--resume", action="store_true", help="go on with --output: answer what it does not answer yet")
-    files.add_argument("--batch-size", type=int, metavar="N", help="lines at a time (default 8)")
+
+
+def _add_engine(command: argparse.ArgumentParser) -> None:
+    engine = command.add_argument_group("engine (docs/inference.md)")
+    engine.add_argument(
+        "--max-model-len",
+        metavar="N|auto",
+        default="auto",
+        help="tokens of one sequence (default auto: the model's positions, or what the cache holds)",
+    )
+    engine.add_argument(
+        "--kv-memory", metavar="SIZE", help="of the KV cache a rank, as 4096M or 4GB (default: a share of what is free)"
+    )
+    engine.add_argument(
+        "--max-num-seqs",
+        "--batch-size",
+        type=int,
+        metavar="N",
+        help=f"sequences that run at once (default {DEFAULT_MAX_NUM_SEQS})",
+    )
+    engine.add_argument(
+        "--max-batched-tokens",
+        type=int,
+        metavar="N",
+        help=f"of one forward pass; longer prompts are cut (default {DEFAULT_MAX_BATCHED_TOKENS})",
+    )
 
 
 def _add_audit(commands: Commands) -> None:
@@ -156,6 +185,39 @@ def _add_audit(commands: Commands) -> None:
     command.add_argument("--context", type=int, metavar="N", help="tokens a sequence (default: the model's maximum)")
     command.add_argument("--blocks", action="store_true", help="list every parameter's blocks as well")
     command.add_argument("--json", action="store_true", help="one JSON object, blocks included")
+
+
+def _add_plan(commands: Commands) -> None:
+    command = commands.add_parser(
+        "plan",
+        help="which tp size, TP or SP, one node or several: predicted times and memory",
+        description="Predicts prefill, decode, memory and TP against SP from config.json and a hardware file: no ranks, no torch.",
+        epilog="--measure FILE writes this machine as a hardware file; --check runs the model and prints every prediction's error.",
+        allow_abbrev=False,
+    )
+    command.add_argument("--model", metavar="DIR_OR_ID", help="a directory in Hugging Face format, or a hub id")
+    command.add_argument("--hardware", metavar="FILE_OR_PRESET", help="docs/plan.md has the presets and the format")
+    layouts = command.add_argument_group("what to predict")
+    layouts.add_argument("--tp", metavar="N,N,...", help="tensor-parallel sizes (default: those of 1,2,4,8 that fit)")
+    layouts.add_argument("--nodes", type=int, default=1, metavar="N", help="the most nodes to spread over (default 1)")
+    layouts.add_argument("--tokens", metavar="N,N,...", help="of prefill passes, one prompt each (default 1,128,4096)")
+    layouts.add_argument("--batch", default="1", metavar="N,N,...", help="sequences of decode passes (default 1)")
+    layouts.add_argument("--context", type=int, metavar="N", help="tokens a decoding sequence has (default 1024)")
+    layouts.add_argument("--dtype", choices=DTYPES, help="of weights, cache and stream (default: the checkpoint's)")
+    here = command.add_argument_group("this machine")
+    here.add_argument("--measure", metavar="FILE", help="write it as a hardware file, from --tp ranks at once")
+    here.add_argument("--check", action="store_true", help="run the same passes with --tp ranks and compare")
+    here.add_argument("--weights", metavar="random:SEED", help="of --check: from a seed; only config.json is read")
+    here.add_argument("--iters", type=int, default=20, metavar="N", help="samples of each figure (default 20)")
+    here.add_argument(
+        "--max-seconds", type=float, default=20.0, metavar="S", help="of each set of figures (default 20)"
+    )
+    here.add_argument("--threads", type=int, metavar="N", help="CPU threads a rank (default: cores / local ranks)")
+    here.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default auto)")
+    here.add_argument("--timeout", action="append", default=[], metavar="[PHASE=]S", help="as for generate")
+    files = command.add_argument_group("files")
+    files.add_argument("--output", metavar="FILE", help="JSON with rows")
+    files.add_argument("--plot", metavar="FILE", help="a picture (PNG; needs the extra `plot`)")
 
 
 def _add_doctor(commands: Commands) -> None:
@@ -278,7 +340,7 @@ def _add_env(commands: Commands) -> None:
 def _add_bench(commands: Commands) -> None:
     command = commands.add_parser(
         "bench",
-        help="time collectives, memory, boundaries and add+norm beside their limits; compare two results",
+        help="time generation, linears, collectives, memory, boundaries and add+norm beside their limits; compare two results",
         description="Tables on stdout, figures with raw samples in files. Everything is checked before it is timed.",
         allow_abbrev=False,
     )
@@ -325,8 +387,17 @@ def _add_bench(commands: Commands) -> None:
     )
     shapes = _add_bench_shapes(add_norm, "1,16,256,4096", "4096,8192")
     shapes.add_argument("--compile", action="store_true", help="time torch.compile of the operations as well")
-    for question in (collectives, bandwidth, boundary, add_norm):
+    gemm = questions.add_parser(
+        "gemm", help="a model's own linears, shard by shard, packed as it has them", allow_abbrev=False
+    )
+    _add_model(gemm)
+    shapes = gemm.add_argument_group("what to time")
+    shapes.add_argument("--tokens", default="1,8,32,128,1024", metavar="N,N,...", help="(default 1,8,32,128,1024)")
+    shapes.add_argument("--dtype", choices=DTYPES, help="of the weights (default: the checkpoint's)")
+    for question in (collectives, bandwidth, boundary, add_norm, gemm):
         _add_bench_rules(question, tune=question is boundary)
+    _add_bench_models(questions)
+    _add_bench_peers(questions)
     comparison = questions.add_parser(
         "compare", help="two result files: what differs beyond the spread of the samples", allow_abbrev=False
     )
@@ -335,6 +406,120 @@ def _add_bench(commands: Commands) -> None:
     comparison.add_argument(
         "--fail-over", type=float, metavar="PCT", help="exit code 1 when a row is slower by more than PCT percent"
     )
+
+
+def _add_bench_models(questions: Commands) -> None:
+    """Those that run a model through the engine."""
+    generate = questions.add_parser(
+        "generate",
+        help="prefill and decode of the engine, beside its limits; where a step's time goes",
+        description="Whole batches of random prompts, exactly as long as asked for. Each is a row for prefill and one for decode.",
+        allow_abbrev=False,
+    )
+    memory = questions.add_parser(
+        "memory",
+        help="weights, packed copies, cache, stream and peak of a rank, TP against SP",
+        description="One batch in each mode, in processes of its own. CPU ranks only.",
+        allow_abbrev=False,
+    )
+    scaling = questions.add_parser(
+        "scaling",
+        help="`generate` over tp sizes of this machine, in turn",
+        description="Starts `bench generate` once for each tp size and round; run it without torchrun.",
+        allow_abbrev=False,
+    )
+    for command in (generate, memory, scaling):
+        several, default = command is not memory, "1,8,32" if command is not memory else "1"
+        _add_model(command)
+        what = command.add_argument_group("what to measure")
+        what.add_argument(
+            "--batch",
+            default=default,
+            metavar="N,N,..." if several else "N",
+            help=f"requests at once (default {default})",
+        )
+        default = "16,128,1024" if several else "128"
+        what.add_argument(
+            "--prompt-tokens",
+            default=default,
+            metavar="N,N,..." if several else "N",
+            help=f"of each (default {default})",
+        )
+        what.add_argument("--new-tokens", type=int, default=32, metavar="N", help="of each, exactly (default 32)")
+        what.add_argument(
+            "--max-batched-tokens", type=int, metavar="N", help="of a pass (default: all prompts of a batch at once)"
+        )
+        _add_layout(command, sequence_parallel="both" if command is memory else "auto", several_tp=command is scaling)
+        _add_machine(command)
+        if several:
+            rules = command.add_argument_group("how to measure")
+            if command is scaling:
+                rules.add_argument("--rounds", type=int, default=3, metavar="N", help="over all sizes (default 3)")
+            rules.add_argument("--iters", type=int, default=10, metavar="N", help="batches of each row (default 10)")
+            rules.add_argument("--warmup", type=int, default=1, metavar="N", help="batches before them (default 1)")
+            rules.add_argument(
+                "--max-seconds",
+                type=float,
+                default=60.0,
+                metavar="S",
+                help="of each row; at least 3 batches (default 60)",
+            )
+        _add_bench_files(command)
+
+
+def _add_bench_peers(questions: Commands) -> None:
+    command = questions.add_parser(
+        "peers",
+        help="this project against Transformers, vLLM and llama.cpp, in turn in one run",
+        description="Both sides stay loaded and take turns in short slices; a ratio is the median of pairs. Starts every side itself.",
+        epilog="benchmarks/peers/make_*_env makes an environment for a peer; docs/benchmarks.md says how figures are taken.",
+        allow_abbrev=False,
+    )
+    _add_model(command)
+    what = command.add_argument_group("what to measure")
+    what.add_argument(
+        "--peers",
+        default="transformers,vllm,llama.cpp",
+        metavar="NAME,...",
+        help="transformers, transformers-tp, vllm, llama.cpp (default: all but transformers-tp)",
+    )
+    what.add_argument("--metrics", default="decode,prefill,start", metavar="NAME,...", help="(default: all three)")
+    what.add_argument(
+        "--batch", default="1,8,32", metavar="N,N,...", help="sequences (default 1,8,32); prefill: the least"
+    )
+    what.add_argument("--prompt-tokens", default="128", metavar="N,N,...", help="of each sequence (default 128)")
+    what.add_argument("--dtype", choices=DTYPES, help="of the weights (default: the checkpoint's)")
+    what.add_argument(
+        "--weights", metavar="random:SEED", help="a checkpoint is written for all sides; only config.json is read"
+    )
+    rules = command.add_argument_group("how to measure")
+    rules.add_argument("--rounds", type=int, default=20, metavar="N", help="pairs of slices (default 20)")
+    rules.add_argument("--starts", type=int, default=3, metavar="N", help="cold starts of each side (default 3)")
+    rules.add_argument(
+        "--slice-s", type=float, default=2.0, metavar="S", help="of the slower side (default and most 2)"
+    )
+    rules.add_argument("--load-limit", type=float, default=900.0, metavar="S", help="for a start (default 900)")
+    rules.add_argument("--limit", type=float, default=600.0, metavar="S", help="for any other answer (default 600)")
+    machine = command.add_argument_group("machine")
+    machine.add_argument("--tp", type=int, metavar="N", help="our ranks, and the peers' where they can (default 1)")
+    machine.add_argument(
+        "--threads", type=int, metavar="N", help="cores, and threads of a side in all (default: all cores)"
+    )
+    machine.add_argument(
+        "--peer-env",
+        action="append",
+        default=[],
+        metavar="PEER=DIR",
+        help="its environment, with bin/python; may be repeated (default: this one)",
+    )
+    files = command.add_argument_group("files")
+    files.add_argument("--output", metavar="FILE", help="JSON with hardware, versions, command, rows and raw samples")
+    files.add_argument("--csv", metavar="FILE", help="the rows")
+    files.add_argument("--plot", metavar="FILE", help="a picture (PNG; needs the extra `plot`)")
+    # our own side, started by `bench peers`: not for a person, so without help
+    worker = questions.add_parser("peers-worker", allow_abbrev=False)
+    worker.add_argument("--tp", type=int, default=1)
+    worker.add_argument("--threads", type=int)
 
 
 def _add_bench_shapes(command: argparse.ArgumentParser, tokens: str, hidden: str) -> "argparse._ArgumentGroup":
@@ -355,10 +540,7 @@ def _add_bench_rules(command: argparse.ArgumentParser, *, tune: bool) -> None:
     rules.add_argument(
         "--max-seconds", type=float, default=10.0, metavar="S", help="of each shape; at least 5 samples (default 10)"
     )
-    files = command.add_argument_group("files")
-    files.add_argument("--output", metavar="FILE", help="JSON with hardware, versions, command, rows and raw samples")
-    files.add_argument("--csv", metavar="FILE", help="the rows")
-    files.add_argument("--plot", metavar="FILE", help="a picture (PNG; needs the extra `plot`)")
+    files = _add_bench_files(command)
     if tune:
         files.add_argument(
             "--tune", metavar="FILE", help="the fastest executor by byte range, as the dispatcher reads it"
@@ -377,14 +559,24 @@ def _add_bench_rules(command: argparse.ArgumentParser, *, tune: bool) -> None:
     )
 
 
+def _add_bench_files(command: argparse.ArgumentParser) -> "argparse._ArgumentGroup":
+    files = command.add_argument_group("files")
+    files.add_argument("--output", metavar="FILE", help="JSON with hardware, versions, command, rows and raw samples")
+    files.add_argument("--csv", metavar="FILE", help="the rows")
+    files.add_argument("--plot", metavar="FILE", help="a picture (PNG; needs the extra `plot`)")
+    return files
+
+
 def _add_model(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--model", required=True, metavar="DIR_OR_ID", help="a directory in Hugging Face format, or a hub id"
     )
 
 
-def _add_layout(command: argparse.ArgumentParser, *, sequence_parallel: str, replicas: bool = False) -> None:
-    """sequence_parallel: the command's default. replicas: whether it can divide its work among several."""
+def _add_layout(
+    command: argparse.ArgumentParser, *, sequence_parallel: str, replicas: bool = False, several_tp: bool = False
+) -> None:
+    """sequence_parallel: the command's default. replicas: whether it can divide its work among several. several_tp: --tp is a list."""
     layout = command.add_argument_group("layout and numerics")
     layout.add_argument(
         "--weights", metavar="random:SEED", help="from a seed; only config.json is read (default: the checkpoint)"
@@ -397,9 +589,12 @@ def _add_layout(command: argparse.ArgumentParser, *, sequence_parallel: str, rep
     layout.add_argument(
         "--force-residual", action="store_true", help="also on weights that were trained with another one"
     )
-    layout.add_argument(
-        "--tp", type=int, metavar="N", help="tensor-parallel size (default: torchrun's world size, or 1)"
-    )
+    if several_tp:
+        layout.add_argument("--tp", default="1,2", metavar="N,N,...", help="tensor-parallel sizes (default 1,2)")
+    else:
+        layout.add_argument(
+            "--tp", type=int, metavar="N", help="tensor-parallel size (default: torchrun's world size, or 1)"
+        )
     if replicas:
         layout.add_argument(
             "--replicas",

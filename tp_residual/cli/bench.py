@@ -1,4 +1,5 @@
-"""`bench`: check, become ranks, measure, write the files, print the tables; or compare two files."""
+"""`bench`: check, become ranks, measure, write the files, print the tables; or compare two files. `bench peers` is in `bench_peers`,
+and what runs a model in `bench_model`."""
 
 from __future__ import annotations
 
@@ -9,13 +10,12 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from tp_residual.bench.compare import compare
 from tp_residual.bench.request import (
     EXECUTORS,
     BandwidthRequest,
     CollectivesRequest,
+    GemmRequest,
     Rules,
     ShapesRequest,
     at_least,
@@ -25,10 +25,17 @@ from tp_residual.bench.request import (
     parse_size,
     require_memory,
 )
-from tp_residual.bench.results import Row, check_plot_target, check_target, load
-from tp_residual.cli.launch import open_group, parse_timeouts, resolve_tp, threads_per_rank
+from tp_residual.bench.results import Row, load
+from tp_residual.cli.bench_model import main as models
+from tp_residual.cli.bench_output import BenchProgress, check_targets, finish
+from tp_residual.cli.bench_peers import main as peers
+from tp_residual.cli.bench_peers import worker as peers_worker
+from tp_residual.cli.cores import threads_per_rank
+from tp_residual.cli.launch import open_group, parse_timeouts, resolve_tp
 from tp_residual.cli.session import become_ranks
 from tp_residual.errors import RequestError, UserError, VerificationFailed
+from tp_residual.model.config import ModelConfig
+from tp_residual.parallel.splits import check_heads
 
 if TYPE_CHECKING:
     from tp_residual.bench.timing import Clock
@@ -40,6 +47,12 @@ _DEFAULT_SHAPES = {"boundary": ("1,16,128,1024,4096", "896,4096"), "add-norm": (
 def main(arguments: argparse.Namespace, argv: list[str]) -> None:
     if arguments.question == "compare":
         _compare(arguments)
+        return
+    if arguments.question in ("peers", "peers-worker"):
+        (peers if arguments.question == "peers" else peers_worker)(arguments, argv)
+        return
+    if arguments.question in ("generate", "memory", "scaling"):
+        models(arguments, argv)
         return
     request, tp_size = prepare(arguments)
     rules = _rules(arguments)
@@ -77,15 +90,7 @@ def prepare(arguments: argparse.Namespace) -> tuple[Any, int]:
         what, needed = request.least_bytes(tp_size)
         on_ranks = f" on each of {ranks_here} ranks" if ranks_here > 1 else ""
         require_memory(f"{what}{on_ranks}", needed * ranks_here, available_host_bytes(), "this machine")
-    targets = {"--output": arguments.output, "--csv": arguments.csv, "--tune": getattr(arguments, "tune", None)}
-    for option, path in targets.items():
-        if path is not None:
-            check_target(option, path)
-    if arguments.plot is not None:
-        check_plot_target(arguments.plot)
-    given = [path for path in (*targets.values(), arguments.plot) if path is not None]
-    if len({os.path.realpath(path) for path in given}) < len(given):
-        raise RequestError("two of --output, --csv, --plot and --tune name the same file; give each its own")
+    check_targets(arguments)
     return request, tp_size
 
 
@@ -126,11 +131,18 @@ def _shapes_request(arguments: argparse.Namespace) -> ShapesRequest:
     )
 
 
+def _gemm_request(arguments: argparse.Namespace) -> GemmRequest:
+    config = ModelConfig.from_dir(arguments.model)
+    check_heads(config.num_attention_heads, resolve_tp(arguments.tp)[0])
+    return GemmRequest(config, parse_list("--tokens", arguments.tokens), arguments.dtype or config.dtype or "float32")
+
+
 _REQUESTS: dict[str, Callable[[argparse.Namespace], Any]] = {
     "collectives": _collectives_request,
     "bandwidth": _bandwidth_request,
     "boundary": _shapes_request,
     "add-norm": _shapes_request,
+    "gemm": _gemm_request,
 }
 
 
@@ -144,7 +156,6 @@ def _run(arguments: argparse.Namespace, argv: list[str], rules: Rules, request: 
 
     from tp_residual.bench.machine import commit, hardware, versions
     from tp_residual.bench.results import Result
-    from tp_residual.bench.tables import print_result
     from tp_residual.bench.timing import Clock
 
     torch.set_num_threads(threads)
@@ -158,7 +169,7 @@ def _run(arguments: argparse.Namespace, argv: list[str], rules: Rules, request: 
             free = group.share("bench/memory", str(torch.cuda.mem_get_info()[0]))
             what, needed = request.least_bytes(group.size)
             require_memory(what, needed, min(map(int, free)), f"a GPU of {group.size}")
-        with _Progress(arguments.question, group.rank == 0) as progress, torch.no_grad():
+        with BenchProgress(arguments.question, group.rank == 0) as progress, torch.no_grad():
             rows, notes, extra = _measure(arguments.question, Clock(group, rules), request, progress)
     except (UserError, VerificationFailed):
         group.share("done", "")  # all ranks raise it: none takes the side channel along while another reads
@@ -172,12 +183,10 @@ def _run(arguments: argparse.Namespace, argv: list[str], rules: Rules, request: 
         settings = {"ranks": size, "threads": threads, "device": device, "pin": arguments.pin, **vars(rules)}
         command = " ".join(["python -m tp_residual", *argv])
         result = Result(arguments.question, hardware(usable), versions(), commit(), command, settings, rows, notes)
-        _write(arguments, result, extra)
-        print_result(result)
-        sys.stdout.flush()
+        finish(arguments, result, extra)
 
 
-def _measure(question: str, clock: Clock, request: Any, progress: _Progress) -> tuple[list[Row], list[str], Row]:
+def _measure(question: str, clock: Clock, request: Any, progress: BenchProgress) -> tuple[list[Row], list[str], Row]:
     """`(rows, notes, what the picture needs beside them)`."""
     if question in ("collectives", "boundary"):
         from tp_residual.bench.boundary import measure_boundary
@@ -190,24 +199,13 @@ def _measure(question: str, clock: Clock, request: Any, progress: _Progress) -> 
         from tp_residual.bench.bandwidth import measure_bandwidth
 
         return measure_bandwidth(clock, request, progress), [], {}
+    if question == "gemm":
+        from tp_residual.bench.gemm import measure_gemm
+
+        return *measure_gemm(clock, request, progress), {}
     from tp_residual.bench.add_norm import measure_add_norm
 
     return measure_add_norm(clock, request, progress)
-
-
-def _write(arguments: argparse.Namespace, result: Any, extra: Row) -> None:
-    if arguments.output is not None:
-        result.write_json(arguments.output)
-    if arguments.csv is not None:
-        result.write_csv(arguments.csv)
-    if getattr(arguments, "tune", None) is not None:
-        from tp_residual.bench.choice import write_dispatch_table
-
-        write_dispatch_table(arguments.tune, result)
-    if arguments.plot is not None:
-        from tp_residual.bench.plots import write_plot
-
-        write_plot(result, arguments.plot, extra)
 
 
 def _compare(arguments: argparse.Namespace) -> None:
@@ -234,27 +232,3 @@ def _pin(threads: int) -> None:
     usable = sorted(os.sched_getaffinity(0))
     first = int(os.environ.get("LOCAL_RANK", "0")) * threads
     os.sched_setaffinity(0, usable[first : first + threads])
-
-
-class _Progress:
-    """Rank 0's bar of shapes done, where stderr is a terminal."""
-
-    def __init__(self, question: str, shown: bool) -> None:
-        from rich.progress import Progress
-
-        self._bar = Progress(console=Console(stderr=True), transient=True) if shown and sys.stderr.isatty() else None
-        self._question = question
-
-    def __enter__(self) -> _Progress:
-        if self._bar is not None:
-            self._bar.start()
-            self._task = self._bar.add_task(self._question, total=None)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def __call__(self, done: int, total: int, what: str) -> None:
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done, total=total, description=what)

@@ -6,11 +6,13 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tp_residual.bench.request import parse_size
 from tp_residual.cli.launch import under_launcher
 from tp_residual.cli.session import become_ranks, check_shared_session, open_session
 from tp_residual.errors import RequestError
@@ -23,19 +25,29 @@ from tp_residual.inference.batch_file import (
     read_lines,
     run_name,
 )
-from tp_residual.inference.request import GenerationSettings, SamplingSettings, check_prompts
-from tp_residual.inference.stop_strings import StoppableText
+from tp_residual.inference.request import (
+    DEFAULT_MAX_BATCHED_TOKENS,
+    DEFAULT_MAX_NUM_SEQS,
+    EngineLimits,
+    GenerationSettings,
+    Request,
+    SamplingSettings,
+    ScoreRequest,
+    check_limits,
+    check_prompts,
+)
+from tp_residual.inference.scheduler import check_length
 from tp_residual.inference.tokenizer import Tokenizer
 from tp_residual.model.config import ModelConfig
 
 if TYPE_CHECKING:
     from tp_residual.cli.session import Session
-    from tp_residual.inference.generate import Generation, GenerationTimings
+    from tp_residual.inference.engine import Engine
     from tp_residual.inference.logprobs import TokenLogProb
+    from tp_residual.inference.replicas import SharedWork
+    from tp_residual.inference.results import Generation, GenerationTimings
     from tp_residual.model.decoder import CausalLM
     from tp_residual.parallel.group import TensorParallelGroup
-
-BATCH_SIZE = 8
 
 
 @dataclass(frozen=True)
@@ -43,6 +55,7 @@ class Job:
     """A request that has passed every check that needs no torch. run: what a prompt file's answers are marked with."""
 
     config: ModelConfig
+    limits: EngineLimits
     tokenizer: Tokenizer | None
     prompts: list[list[int]]
     settings: GenerationSettings
@@ -61,6 +74,7 @@ def prepare(arguments: argparse.Namespace) -> Job:
     """Everything that can be refused, refused: from files and arguments, which all ranks share."""
     config, tp_size, replicas = check_shared_session(arguments)
     _check_combination(arguments, tp_size, replicas)
+    limits = parse_limits(arguments, config)
     settings = GenerationSettings(
         max_new_tokens=arguments.max_new_tokens,
         min_new_tokens=arguments.min_new_tokens,
@@ -103,7 +117,10 @@ def prepare(arguments: argparse.Namespace) -> Job:
         encode_prompt(entry, tokenizer, chat=arguments.chat, where=place)
         for entry, place in zip(entries, places, strict=True)
     ]
-    check_prompts(prompts, config, settings)
+    # of a file, a prompt that is too long is refused alone, when its turn comes
+    check_prompts(prompts, config, settings, lengths=arguments.prompt_file is None)
+    if arguments.prompt_file is None and limits.max_model_len is not None:
+        check_length(max(map(len, prompts)), settings.max_new_tokens, limits.max_model_len)
     name = ""
     if arguments.prompt_file is not None:
         name = run_name(
@@ -112,7 +129,7 @@ def prepare(arguments: argparse.Namespace) -> Job:
         )  # fmt: skip
         if arguments.output is not None and not under_launcher():  # early; under a launcher rank 0 looks, for all
             answered(arguments.output, name, resume=arguments.resume)
-    return Job(config, tokenizer() if needs_tokenizer else None, prompts, settings, tp_size, replicas, name)
+    return Job(config, limits, tokenizer() if needs_tokenizer else None, prompts, settings, tp_size, replicas, name)
 
 
 def model_identity(arguments: argparse.Namespace) -> list[object]:
@@ -137,17 +154,14 @@ def _check_combination(arguments: argparse.Namespace, tp_size: int, replicas: in
     if arguments.prompt_file is not None and (arguments.prompt or arguments.prompt_ids):
         raise RequestError("--prompt-file and --prompt are both given; put the prompts into the file")
     if arguments.prompt_file is None:
-        for option in ("output", "batch_size"):
-            if getattr(arguments, option) is not None:
-                raise RequestError(f"--{option.replace('_', '-')} goes with --prompt-file; give one, or leave it out")
+        if arguments.output is not None:
+            raise RequestError("--output goes with --prompt-file; give one, or leave it out")
     check_output(arguments)
 
 
 def check_output(arguments: argparse.Namespace) -> None:
     if arguments.resume and arguments.output is None:
         raise RequestError("--resume goes on with a file; name it with --output")
-    if arguments.batch_size is not None and arguments.batch_size < 1:
-        raise RequestError(f"--batch-size {arguments.batch_size} must be at least 1")
 
 
 def _parse_ids(text: str) -> list[int]:
@@ -160,19 +174,20 @@ def _parse_ids(text: str) -> list[int]:
 def run(job: Job, arguments: argparse.Namespace) -> None:
     """One rank's part."""
     from tp_residual.cli.report import print_table
-    from tp_residual.inference.generate import GenerationTimings
 
-    session = open_session(arguments, job.config, replicas=job.replicas, run=job.run)
+    session = open_session(arguments, job.config, inference=True, replicas=job.replicas, run=job.run)
     world, group, model, loaded = session.world, session.group, session.model, session.loaded
     if world.rank == 0:
-        resolved = resolved_settings(job, arguments, model, sum(map(len, job.prompts)))
+        prefill = min(sum(map(len, job.prompts)), job.limits.max_batched_tokens)
+        resolved = resolved_settings(job, arguments, model, prefill)
         shown = {key: value for key, value in resolved.items() if key != "model"}
         print("settings: " + " ".join(f"{key}={value}" for key, value in shown.items()), file=sys.stderr)
-    timings = GenerationTimings()
+    engine = open_engine(session, job.limits, tokenizer=job.tokenizer, check_finite=arguments.check_finite)
+    timings, refused = engine.timings, 0
     if arguments.prompt_file is not None:
-        _answer_file(job, arguments, session, timings)
+        refused = _answer_file(job, arguments, session, engine)
     else:
-        _answer_prompts(job, arguments, session, timings)
+        _answer_prompts(job, arguments, session, engine)
     ours = [loaded.bytes_read, loaded.bytes_held, timings.prefill_tokens, timings.decode_tokens]
     shared = [json.loads(text) for text in world.share("bytes and tokens", json.dumps(ours))]
     if world.rank == 0:
@@ -182,6 +197,7 @@ def run(job: Job, arguments: argparse.Namespace) -> None:
         if job.replicas > 1:
             print_replicas([each[2:] for each in shared[:: group.size]], group.size)
     session.close()
+    fail_for_refused(refused, len(job.prompts) * job.settings.sampling.n, "answers")
 
 
 def print_replicas(tokens: list[list[int]], tp_size: int) -> None:
@@ -195,27 +211,28 @@ def name_ranks(first: int, count: int) -> str:
     return f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1}"
 
 
-def _answer_prompts(job: Job, arguments: argparse.Namespace, session: Session, timings: GenerationTimings) -> None:
-    """One batch of all prompts; printed at its end, or, when it is one text, as it comes."""
-    from tp_residual.inference.generate import generate
-
+def _answer_prompts(job: Job, arguments: argparse.Namespace, session: Session, engine: Engine) -> None:
+    """All prompts at once; printed at the end, or, when it is one text, as it comes."""
     group, samples = session.group, job.settings.sampling.n
     prompts: list[list[int]] = json.loads(
         group.share("prompts", json.dumps(job.prompts))[0]
     )  # a template may read the clock
     streams = group.rank == 0 and not arguments.json and len(prompts) * samples == 1
-    printer = _StreamPrinter(job) if streams else None
-    results = generate(
-        session.model, prompts, group, job.settings,
-        tokenizer=job.tokenizer, on_token=printer, check_finite=arguments.check_finite, timings=timings,
-    )  # fmt: skip
-    if group.rank != 0:
+    for index, prompt in enumerate(prompts):
+        engine.add(Request(prompt, job.settings, index))
+    results: list[Generation] = []
+    while engine.has_work:
+        for event in engine.step():
+            if streams:
+                print(event.text, end="\n" if event.generation is not None else "", flush=True)
+            if event.generation is not None:
+                results.append(event.generation)
+    if group.rank != 0 or streams:
         return
-    if printer is not None:
-        printer.finish()
-    elif arguments.json:
-        settings = resolved_settings(job, arguments, session.model, timings.prefill_tokens)
-        times = _times(timings, session.load_s)
+    results.sort(key=lambda result: (result.index, result.sample))
+    if arguments.json:
+        settings = resolved_settings(job, arguments, session.model, engine.timings.prefill_tokens)
+        times = _times(engine.timings, session.load_s)
         for result in results:
             entry = {"index": result.index, "sample": result.sample, **_answer(result)}
             print(json.dumps(entry | {"timings": times, "settings": settings}, ensure_ascii=False))
@@ -224,37 +241,128 @@ def _answer_prompts(job: Job, arguments: argparse.Namespace, session: Session, t
             print(f"[{result.index}{f'.{result.sample}' if samples > 1 else ''}] {result.text}")
 
 
-def _answer_file(job: Job, arguments: argparse.Namespace, session: Session, timings: GenerationTimings) -> None:
-    """Batches of the prompts that have not all their answers yet; each answer is written when it is there."""
-    from tp_residual.inference.generate import generate
+def _answer_file(job: Job, arguments: argparse.Namespace, session: Session, engine: Engine) -> int:
+    """The prompts that have not all their answers yet; each answer is written when it is there. How many were refused."""
     from tp_residual.inference.replicas import SharedWork
+    from tp_residual.inference.results import Generation
 
     world, group, samples = session.world, session.group, job.settings.sampling.n
     answers, done = open_answers(world, arguments, job.run)
+    refused = 0
 
     def write(answer: tuple[int, int, dict[str, Any]]) -> None:
+        nonlocal refused
         assert answers is not None
         answers.write(*answer)
         progress.advance()
+        if "error" in answer[2]:
+            refused += 1
+            print(f"tp_residual: refused: {answer[2]['error']}", file=sys.stderr)
 
     def finished(result: Generation) -> None:
         if group.rank == 0 and (result.index, result.sample) not in done:
             work.deliver((result.index, result.sample, _answer(result)))
 
+    def refuse(index: int, message: str) -> None:
+        for sample in range(samples):
+            finished(Generation(index, len(job.prompts[index]), sample, finish_reason="refused", error=message))
+
     left = [i for i in range(len(job.prompts)) if any((i, sample) not in done for sample in range(samples))]
+    prompts = _same_prompts(job.prompts, group)
     with (
         AnswerProgress(world.rank == 0, len(done), len(job.prompts) * samples) as progress,
         SharedWork(world, group, write) as work,
     ):
-        for indices in work.batches(left, arguments.batch_size or BATCH_SIZE):
-            ours = json.dumps([job.prompts[i] for i in indices]) if group.rank == 0 else ""
-            prompts: list[list[int]] = json.loads(group.share(f"prompts from {indices[0]}", ours)[0])
-            generate(
-                session.model, prompts, group, job.settings,
-                tokenizer=job.tokenizer, indices=indices, on_token=lambda *_: work.check(), on_finish=finished,
-                check_finite=arguments.check_finite, timings=timings,
-            )  # fmt: skip
+        work_through(
+            engine, work, left, lambda index: Request(prompts[index], job.settings, index), finished, refuse, samples
+        )
     close_answers(answers)
+    return refused
+
+
+def _same_prompts(prompts: list[list[int]], group: TensorParallelGroup) -> list[list[int]]:
+    """Rank 0's, where ranks made other ids of the same file: a chat template may read the clock."""
+    ours = run_name(prompts)
+    if len(set(group.share("digest of the prompts", ours))) == 1:
+        return prompts
+    theirs: list[list[int]] = json.loads(group.share("prompts", json.dumps(prompts) if group.rank == 0 else "")[0])
+    return theirs
+
+
+def work_through(
+    engine: Engine,
+    work: SharedWork,
+    left: Sequence[int],
+    request: Callable[[int], Request | ScoreRequest],
+    finished: Callable[[Generation], None],
+    refuse: Callable[[int, str], None] | None = None,
+    samples: int = 1,
+) -> None:
+    """The requests of the places `left` of a file, taken a few at a time as the engine has room, until all replicas are done.
+
+    refuse(place, why): of one that can never be served; without it, that is an error.
+    """
+    more = True
+    while more or engine.has_work:
+        if more and engine.room:
+            taken = work.take(len(left), max(1, engine.room // samples))
+            more = len(taken) > 0
+            for index in (left[place] for place in taken):
+                try:
+                    engine.add(request(index))
+                except RequestError as error:
+                    if refuse is None:
+                        raise
+                    refuse(index, str(error))
+        for event in engine.step():
+            if event.generation is not None:
+                finished(event.generation)
+        work.check()
+    work.finish()
+
+
+def parse_limits(arguments: argparse.Namespace, config: ModelConfig) -> EngineLimits:
+    """What is not given follows from what is: as many sequences as a pass has tokens for, and a pass at least as large."""
+    length, seqs, tokens = arguments.max_model_len, arguments.max_num_seqs, arguments.max_batched_tokens
+    if length != "auto" and not (length.isdecimal() and int(length) > 0):
+        raise RequestError(f"--max-model-len {length!r} is not a whole number of at least 1; use one, or auto")
+    limits = EngineLimits(
+        max_model_len=None if length == "auto" else int(length),
+        kv_memory=None if arguments.kv_memory is None else parse_size("--kv-memory", arguments.kv_memory),
+        max_num_seqs=min(DEFAULT_MAX_NUM_SEQS, tokens or DEFAULT_MAX_NUM_SEQS) if seqs is None else seqs,
+        max_batched_tokens=max(DEFAULT_MAX_BATCHED_TOKENS, seqs or 0) if tokens is None else tokens,
+    )
+    check_limits(limits, config)
+    return limits
+
+
+def open_engine(
+    session: Session, limits: EngineLimits, *, tokenizer: Tokenizer | None = None, check_finite: bool = False
+) -> Engine:
+    """With what the limits came to on stderr. The memory of a machine is divided by all its ranks, whichever replica they belong to."""
+    from tp_residual.inference.engine import Engine
+
+    world = session.world
+    here = sum(process.host == world.processes[world.rank].host for process in world.processes)
+    engine = Engine(
+        session.model,
+        session.group,
+        limits,
+        tokenizer=tokenizer,
+        check_finite=check_finite,
+        memory_sharers=max(1, here),
+    )
+    if world.rank == 0:
+        print(engine.describe(), file=sys.stderr)
+    return engine
+
+
+def fail_for_refused(refused: int, total: int, what: str) -> None:
+    """After everything else is done and written: rank 0 makes the command fail. Counts are those of this run."""
+    if refused:
+        raise RequestError(
+            f"{refused} of {total} {what} are refusals: these prompts can never fit, and their lines say why"
+        )
 
 
 def open_answers(
@@ -302,20 +410,6 @@ class AnswerProgress:
         self._bar.advance(self._task)
 
 
-class _StreamPrinter:
-    """Prints text as its tokens come, holding back characters that are not yet whole and what may begin a stop string."""
-
-    def __init__(self, job: Job) -> None:
-        assert job.tokenizer is not None
-        self._text = StoppableText(job.tokenizer.stream(), job.settings.stop)
-
-    def __call__(self, row: int, token_id: int) -> None:
-        print(self._text.step(token_id), end="", flush=True)
-
-    def finish(self) -> None:
-        print(self._text.finish(), flush=True)
-
-
 def _answer(result: Generation) -> dict[str, Any]:
     answer: dict[str, Any] = {
         "text": result.text,
@@ -323,6 +417,8 @@ def _answer(result: Generation) -> dict[str, Any]:
         "finish_reason": result.finish_reason,
         "prompt_tokens": result.prompt_tokens,
     }
+    if result.error is not None:
+        answer["error"] = result.error
     if result.logprobs is not None:
         answer["logprobs"] = [logprob_entry(each) for each in result.logprobs]
     if result.prompt_logprobs is not None:

@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-from tp_residual.inference.generate import GenerationTimings
+from tp_residual.inference.results import GenerationTimings
 from tp_residual.model.decoder import CausalLM
 from tp_residual.parallel.group import TensorParallelGroup
 
@@ -44,7 +44,7 @@ def print_table(
 ) -> None:
     """rank_bytes: (bytes read, bytes held) by rank."""
     config = model.config
-    prefill, decode = model.boundary_for(timings.prefill_tokens), model.boundary_for(1)
+    prefill, decode = model.boundary_for(timings.largest_prefill), model.boundary_for(1)
     table = Table(show_header=False, title="tp_residual", title_justify="left")
     table.add_row(
         "model",
@@ -61,7 +61,7 @@ def print_table(
             f"rank {rank}",
             f"query heads {_run(query)}, KV heads {_run(key_value)}; read {_mb(read)}, holds {_mb(held)} of weights",
         )
-    table.add_row("KV cache", f"{_mb(timings.kv_cache_bytes)} on rank 0")
+    table.add_row("KV cache", f"{_mb(timings.kv_used_bytes)} used at most of {_mb(timings.kv_cache_bytes)} on rank 0")
     table.add_row(
         "prefill",
         f"{timings.prefill_tokens} tokens in {timings.prefill_s:.2f} s, {timings.prefill_tokens_per_s:.1f} tokens/s",

@@ -12,25 +12,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tp_residual.cli.generate import (
-    BATCH_SIZE,
     AnswerProgress,
     check_output,
     close_answers,
+    fail_for_refused,
     logprob_entry,
     model_identity,
     open_answers,
+    open_engine,
+    parse_limits,
+    work_through,
 )
 from tp_residual.cli.launch import under_launcher
 from tp_residual.cli.session import become_ranks, check_shared_session, open_session
 from tp_residual.errors import RequestError
 from tp_residual.inference.batch_file import PAIR_KINDS, answered, digest, encode_pair, read_lines, run_name
-from tp_residual.inference.request import check_pairs
+from tp_residual.inference.request import EngineLimits, ScoreRequest, check_pairs
 from tp_residual.inference.tokenizer import Tokenizer
 from tp_residual.model.config import ModelConfig
 
 if TYPE_CHECKING:
     from tp_residual.cli.session import Session
+    from tp_residual.inference.engine import Engine
     from tp_residual.inference.logprobs import TokenLogProb
+    from tp_residual.inference.results import Generation
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,7 @@ class Job:
     """pairs: (context, completion); those of a perplexity are the windows of the text."""
 
     config: ModelConfig
+    limits: EngineLimits
     pairs: list[tuple[list[int], list[int]]]
     count: int
     tp_size: int
@@ -55,6 +61,7 @@ def prepare(arguments: argparse.Namespace) -> Job:
     """Everything that can be refused, refused: from files and arguments, which all ranks share."""
     config, tp_size, replicas = check_shared_session(arguments)
     check_output(arguments)
+    limits = parse_limits(arguments, config)
     tokenizer = cache(lambda: Tokenizer.from_dir(arguments.model))
     if arguments.perplexity is not None:
         for option in ("output", "logprobs"):
@@ -70,7 +77,7 @@ def prepare(arguments: argparse.Namespace) -> Job:
             for number, entry in enumerate(entries, 1)
         ]
     count = arguments.logprobs or 0
-    check_pairs(pairs, config, count)
+    check_pairs(pairs, config, count, lengths=arguments.file is None)  # those of a file are refused one by one
     name = ""
     if arguments.file is not None:
         name = run_name(
@@ -79,7 +86,7 @@ def prepare(arguments: argparse.Namespace) -> Job:
         )  # fmt: skip
         if arguments.output is not None and not under_launcher():
             answered(arguments.output, name, resume=arguments.resume)
-    return Job(config, pairs, count, tp_size, replicas, name)
+    return Job(config, limits, pairs, count, tp_size, replicas, name)
 
 
 def _text_ids(path: str, tokenizer: Tokenizer) -> list[int]:
@@ -105,10 +112,11 @@ def windows(ids: list[int], window: int | None, config: ModelConfig) -> list[tup
 
 def run(job: Job, arguments: argparse.Namespace) -> None:
     """One rank's part."""
-    session = open_session(arguments, job.config, replicas=job.replicas, run=job.run)
+    session = open_session(arguments, job.config, inference=True, replicas=job.replicas, run=job.run)
     if session.world.rank == 0:
         model = session.model
-        boundary = model.boundary_for(sum(len(context) + len(completion) for context, completion in job.pairs[:1]))
+        first = sum(len(context) + len(completion) for context, completion in job.pairs[:1])
+        boundary = model.boundary_for(min(first, job.limits.max_batched_tokens))
         print(
             f"settings: tp={session.group.size} replicas={job.replicas} device={session.group.device} "
             f"dtype={str(model.dtype).removeprefix('torch.')} "
@@ -116,15 +124,17 @@ def run(job: Job, arguments: argparse.Namespace) -> None:
             f"sequence_parallel={arguments.sequence_parallel} boundary={boundary.executor.name}",
             file=sys.stderr,
         )
+    engine = open_engine(session, job.limits)
+    refused = 0
     if arguments.perplexity is not None:
-        _perplexity(job, arguments, session)
+        _perplexity(job, arguments, session, engine)
     else:
-        _score_file(job, arguments, session)
+        refused = _score_file(job, arguments, session, engine)
     session.close()
+    fail_for_refused(refused, len(job.pairs), "scores")
 
 
-def _perplexity(job: Job, arguments: argparse.Namespace, session: Session) -> None:
-    from tp_residual.inference.logprobs import score
+def _perplexity(job: Job, arguments: argparse.Namespace, session: Session, engine: Engine) -> None:
     from tp_residual.inference.replicas import SharedWork
 
     sums: dict[int, float] = {}
@@ -133,15 +143,18 @@ def _perplexity(job: Job, arguments: argparse.Namespace, session: Session) -> No
         index, sums[index] = window
         progress.advance()
 
+    def finished(result: Generation) -> None:
+        if session.group.rank == 0:
+            assert result.prompt_logprobs is not None
+            work.deliver((result.index, math.fsum(token.log_prob for token in result.prompt_logprobs)))
+
     with (
         AnswerProgress(session.world.rank == 0, 0, len(job.pairs)) as progress,
         SharedWork(session.world, session.group, keep) as work,
     ):
-        for indices in work.batches(range(len(job.pairs)), arguments.batch_size or 1):
-            results = score(session.model, [job.pairs[i] for i in indices], session.group)
-            if session.group.rank == 0:
-                for index, tokens in zip(indices, results, strict=True):
-                    work.deliver((index, math.fsum(token.log_prob for token in tokens)))
+        work_through(
+            engine, work, range(len(job.pairs)), lambda index: ScoreRequest(*job.pairs[index], 0, index), finished
+        )
     if session.world.rank == 0:
         scored = sum(len(completion) for _, completion in job.pairs)
         total = math.fsum(sums[index] for index in range(len(job.pairs)))
@@ -156,29 +169,44 @@ def _perplexity(job: Job, arguments: argparse.Namespace, session: Session) -> No
         print(json.dumps(answer, ensure_ascii=False))
 
 
-def _score_file(job: Job, arguments: argparse.Namespace, session: Session) -> None:
-    from tp_residual.inference.logprobs import score
+def _score_file(job: Job, arguments: argparse.Namespace, session: Session, engine: Engine) -> int:
+    """How many were refused."""
     from tp_residual.inference.replicas import SharedWork
 
     world, group = session.world, session.group
     answers, done = open_answers(world, arguments, job.run)
+    refused = 0
 
     def write(answer: tuple[int, int, dict[str, Any]]) -> None:
+        nonlocal refused
         assert answers is not None
         answers.write(*answer)
         progress.advance()
+        if "error" in answer[2]:
+            refused += 1
+            print(f"tp_residual: refused: {answer[2]['error']}", file=sys.stderr)
+
+    def finished(result: Generation) -> None:
+        if group.rank == 0:
+            work.deliver(
+                (result.index, 0, _answer(job.pairs[result.index][0], result.prompt_logprobs or [], job.count))
+            )
+
+    def refuse(index: int, message: str) -> None:
+        if group.rank == 0:
+            nothing = {"context_tokens": len(job.pairs[index][0]), "tokens": [], "sum": None, "error": message}
+            work.deliver((index, 0, nothing))
 
     left = [i for i in range(len(job.pairs)) if (i, 0) not in done]
     with (
         AnswerProgress(world.rank == 0, len(done), len(job.pairs)) as progress,
         SharedWork(world, group, write) as work,
     ):
-        for indices in work.batches(left, arguments.batch_size or BATCH_SIZE):
-            results = score(session.model, [job.pairs[i] for i in indices], group, count=job.count)
-            if group.rank == 0:
-                for index, tokens in zip(indices, results, strict=True):
-                    work.deliver((index, 0, _answer(job.pairs[index][0], tokens, job.count)))
+        work_through(
+            engine, work, left, lambda index: ScoreRequest(*job.pairs[index], job.count, index), finished, refuse
+        )
     close_answers(answers)
+    return refused
 
 
 def _answer(context: list[int], tokens: list[TokenLogProb], count: int) -> dict[str, Any]:

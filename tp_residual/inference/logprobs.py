@@ -4,20 +4,18 @@ A row's normaliser is summed in fp64 from the logits as the head gave them; no r
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tp_residual.errors import GenerationError, RequestError
-from tp_residual.inference.request import check_pairs
-from tp_residual.model.attention_backend import NoCache, TokenBatch
+from tp_residual.errors import GenerationError
 from tp_residual.model.decoder import CausalLM
 from tp_residual.parallel.group import TensorParallelGroup
 from tp_residual.parallel.partial import Partial
 from tp_residual.parallel.splits import Split
-from tp_residual.parallel.vocabulary import request_checksum, require_same_request, summarize_rows
+from tp_residual.parallel.vocabulary import summarize_rows
 from tp_residual.residual.boundary import Site
 
 CHUNK_ROWS = 256  # rows of logits held at a time when every token of a sequence is scored
@@ -30,6 +28,10 @@ class TokenLogProb:
     token_id: int
     log_prob: float
     top: list[tuple[int, float]] = field(default_factory=list)
+
+    def cut(self, count: int) -> "TokenLogProb":
+        """With that many likeliest tokens at most."""
+        return self if len(self.top) <= count else replace(self, top=self.top[:count])
 
 
 def token_log_probs(
@@ -77,28 +79,3 @@ class FinalStates:
             targets = token_ids[first : first + CHUNK_ROWS]
             result += token_log_probs(logits, targets, count, model.lm_head.split, model.group)
         return result
-
-
-@torch.inference_mode()
-def score(
-    model: CausalLM, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], group: TensorParallelGroup, *, count: int = 0
-) -> list[list[TokenLogProb]]:
-    """For each (context, completion), the log-probability of every token of the completion; one pass over all of them.
-
-    All ranks call it with the same arguments and get the same numbers. count: as many of the likeliest tokens beside each. Raises
-    RequestError, before any collective, for an empty context or completion, more tokens than positions, and ids outside the vocabulary.
-    """
-    if model.group is not group:
-        raise RequestError("the model was built on another group than the one given to score(); pass model.group")
-    check_pairs(pairs, model.config, count)
-    require_same_request(group, request_checksum(pairs, count))
-    sequences = [[*context, *completion] for context, completion in pairs]
-    batch = TokenBatch.prefill(sequences, group.device)
-    states = FinalStates(model)
-    model(batch, NoCache(), logit_rows=torch.zeros(0, dtype=torch.long, device=group.device), taps=(states,))
-    rows, token_ids = list[int](), list[int]()
-    for span, (context, completion) in zip(batch.spans, pairs, strict=True):
-        rows += range(span.start + len(context) - 1, span.stop - 1)
-        token_ids += completion
-    scored = iter(states.log_probs(rows, token_ids, count))
-    return [[next(scored) for _ in completion] for _, completion in pairs]

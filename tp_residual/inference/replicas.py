@@ -1,6 +1,6 @@
 """Several replicas of a model work through one list: who takes which part, and one place where the answers arrive.
 
-Work is taken, not dealt out: a replica that has finished a batch takes the next one from a counter in the side channel of all ranks.
+Work is taken, not dealt out: a replica whose engine has room takes a little more from a counter in the side channel of all ranks.
 Answers go the same way to rank 0, which alone writes them: one process owns the output, and no other machine needs the file.
 """
 
@@ -8,18 +8,15 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import count
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
 from tp_residual.errors import CollectiveError
 from tp_residual.parallel.group import TensorParallelGroup
-
-T = TypeVar("T")
 
 _POLL_S = 0.02  # how late rank 0 may notice an answer
 _BEAT_S = 1.0  # between two signs of life
@@ -33,7 +30,7 @@ class SharedWork:
 
     write: called on rank 0 of the world, one answer at a time, with whatever any replica's rank 0 delivered (a JSON value).
     A rank that is gone, or silent for 10 s, is a CollectiveError on every rank, and an error of `write` is raised on rank 0: by `check`,
-    or when the next batch is asked for.
+    or when more is taken.
     """
 
     def __init__(self, world: TensorParallelGroup, group: TensorParallelGroup, write: Callable[[Any], None]) -> None:
@@ -43,7 +40,7 @@ class SharedWork:
         self._failure: Exception | None = None
         self._heard = math.inf  # when rank 0 last answered another rank
         self._closed, self._all_written = threading.Event(), threading.Event()
-        self._sent = 0
+        self._sent = self._taken = self._turn = 0
 
     def __enter__(self) -> "SharedWork":
         if self.replicas > 1:
@@ -67,20 +64,23 @@ class SharedWork:
         if self.replicas > 1:
             self._post.shutdown(wait=error is None)
 
-    def batches(self, items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-        """This replica's batches, in the order of `items`, the same on each of its ranks. Ends when every replica's answers are written."""
-        if self.replicas > 1:
-            size = max(1, min(size, -(-len(items) // self.replicas)))  # a short list is not left to one replica
-        for turn in count():
-            taken = turn
-            if self.replicas > 1:
-                ours = str(self._ask(self._store.add, "work/taken", 1) - 1) if self.group.rank == 0 else ""
-                taken = int(self.group.share(f"batch {turn}", ours)[0])
-            batch = items[taken * size : (taken + 1) * size]
-            if not batch:
-                break
-            yield batch
-            self.check()
+    def take(self, total: int, most: int) -> range:
+        """This replica's next places in a list of `total`, at most `most`: the same on each of its ranks. Empty when all are taken.
+
+        Several replicas take at most half of an equal share of what is left, so that they end together.
+        """
+        if self.replicas == 1:
+            start, self._taken = self._taken, min(total, self._taken + most)
+            return range(start, self._taken)
+        most = max(1, min(most, -(-(total - self._taken) // (2 * self.replicas))))
+        ours = str(self._ask(self._store.add, "work/taken", most)) if self.group.rank == 0 else ""
+        self._turn += 1
+        end = int(self.group.share(f"take {self._turn}", ours)[0])
+        self._taken = min(total, end)
+        return range(min(total, end - most), self._taken)
+
+    def finish(self) -> None:
+        """Once, when this replica's last answer is delivered: returns when every replica's answers are written."""
         if self.replicas > 1:
             self._wait_for_the_others()
 

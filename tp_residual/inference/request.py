@@ -154,6 +154,66 @@ class GenerationSettings:
                 raise RequestError(f"{name}={count} must be at least 0")
 
 
+DEFAULT_MAX_NUM_SEQS = 32
+DEFAULT_MAX_BATCHED_TOKENS = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineLimits:
+    """What an engine may use; all ranks give the same.
+
+    max_model_len: prompt and new tokens of one sequence; None: as many as the model has positions for and the cache room. kv_memory: bytes
+    of cache a rank; None: a share of what is free. max_num_seqs: sequences that run at once. A decode step on a CPU reads the weights once
+    for all of them, and from about 32 on computes for as long as it reads. max_batched_tokens: of one forward pass; a longer prompt is cut.
+    More tokens make no GEMM faster from some hundreds on, and everyone who decodes waits for the pass; activations grow with them.
+    """
+
+    max_model_len: int | None = None
+    kv_memory: int | None = None
+    max_num_seqs: int = DEFAULT_MAX_NUM_SEQS
+    max_batched_tokens: int = DEFAULT_MAX_BATCHED_TOKENS
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "kv_memory", "max_num_seqs", "max_batched_tokens"):
+            value = getattr(self, name)
+            if value is None and name in ("max_model_len", "kv_memory"):
+                continue
+            if not is_integer(value) or value < 1:
+                raise RequestError(f"{name}={value!r} must be a whole number of at least 1")
+        if self.max_batched_tokens < self.max_num_seqs:
+            raise RequestError(
+                f"max_batched_tokens={self.max_batched_tokens} is less than max_num_seqs={self.max_num_seqs}, and a pass has one of each "
+                f"sequence that runs; use at least {self.max_num_seqs}, or fewer sequences"
+            )
+
+
+def check_limits(limits: EngineLimits, config: ModelConfig) -> None:
+    """Raises RequestError for a length that the model has no positions for."""
+    if limits.max_model_len is not None and limits.max_model_len > config.max_sequence_length:
+        raise RequestError(
+            f"max_model_len={limits.max_model_len} exceeds {config.length_limit}; use at most {config.max_sequence_length}"
+        )
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt to be continued. index: its place in the list it comes from, which keys the noise of sampling."""
+
+    prompt_ids: Sequence[int]
+    settings: GenerationSettings = GenerationSettings()
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class ScoreRequest:
+    """A completion whose tokens' log-probabilities are wanted, and those of `count` likeliest tokens beside each."""
+
+    context_ids: Sequence[int]
+    completion_ids: Sequence[int]
+    count: int = 0
+    index: int = 0
+
+
 def check_against_vocabulary(config: ModelConfig, settings: GenerationSettings) -> None:
     """Raises RequestError for a count of tokens that the vocabulary does not have."""
     counts = {
@@ -168,14 +228,29 @@ def check_against_vocabulary(config: ModelConfig, settings: GenerationSettings) 
             )
 
 
-def check_prompts(prompts: Sequence[Sequence[int]], config: ModelConfig, settings: GenerationSettings) -> None:
-    """Raises RequestError for a prompt that is empty, too long, or has an id outside the vocabulary, and for more tokens than it has."""
+def check_prompts(
+    prompts: Sequence[Sequence[int]],
+    config: ModelConfig,
+    settings: GenerationSettings,
+    *,
+    first_index: int = 0,
+    lengths: bool = True,
+) -> None:
+    """Raises RequestError for a prompt that is empty, too long, or has an id outside the vocabulary, and for more tokens than it has.
+
+    lengths=False: too long is no error here, since whoever runs the prompts refuses those alone.
+    """
     check_against_vocabulary(config, settings)
-    check_prompts_fit(prompts, config, settings.max_new_tokens)
+    check_prompts_fit(prompts, config, settings.max_new_tokens, first_index=first_index, lengths=lengths)
 
 
 def check_prompts_fit(
-    prompts: Sequence[Sequence[int]], config: ModelConfig, max_new_tokens: int, *, first_index: int = 0
+    prompts: Sequence[Sequence[int]],
+    config: ModelConfig,
+    max_new_tokens: int,
+    *,
+    first_index: int = 0,
+    lengths: bool = True,
 ) -> None:
     """The part that is about prompts, which may be those from `first_index` on of a longer list."""
     if not prompts:
@@ -184,6 +259,8 @@ def check_prompts_fit(
         if not prompt:
             raise RequestError(f"prompt {index} is empty: it has 0 tokens; give it at least one")
         needed, longest = len(prompt) + max_new_tokens, config.max_sequence_length
+        if not lengths:
+            needed = 0
         if needed > longest and max_new_tokens:
             raise RequestError(
                 f"prompt {index} has {len(prompt)} tokens and max_new_tokens={max_new_tokens}: {needed} exceeds "
@@ -200,7 +277,12 @@ def check_prompts_fit(
 
 
 def check_pairs(
-    pairs: Sequence[tuple[Sequence[int], Sequence[int]]], config: ModelConfig, count: int, *, first_index: int = 0
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+    config: ModelConfig,
+    count: int,
+    *,
+    first_index: int = 0,
+    lengths: bool = True,
 ) -> None:
     """Raises RequestError for (context, completion) pairs that cannot be scored, or not beside `count` likeliest tokens."""
     check_against_vocabulary(config, GenerationSettings(logprobs=count))
@@ -210,4 +292,6 @@ def check_pairs(
         if not context or not completion:
             which = "context" if not context else "completion"
             raise RequestError(f"sequence {index} has a {which} of 0 tokens; give it at least one")
-    check_prompts_fit([[*context, *completion] for context, completion in pairs], config, 0, first_index=first_index)
+    check_prompts_fit(
+        [[*context, *completion] for context, completion in pairs], config, 0, first_index=first_index, lengths=lengths
+    )

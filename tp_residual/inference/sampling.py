@@ -8,7 +8,10 @@ another token only where the two best of logit + noise are closer than that, or 
 """
 
 import math
+import time
 from collections.abc import Sequence
+from functools import reduce
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -17,7 +20,7 @@ from torch import Tensor
 from tp_residual.inference.request import SamplingSettings
 from tp_residual.parallel.group import TensorParallelGroup
 from tp_residual.parallel.splits import Split
-from tp_residual.parallel.vocabulary import summarize_rows, vocab_parallel_argmax
+from tp_residual.parallel.vocabulary import summarize_rows, vocab_parallel_choice
 
 TOP_P_CANDIDATES = 256  # a rank at first; doubled until they cover the nucleus
 
@@ -26,49 +29,84 @@ _WEYL = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, odd
 _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # the finaliser of splitmix64 (Steele, Lea and Flood, OOPSLA 2014)
 
 
-class Sampler:
-    """Chooses tokens for the sequences of one batch; every rank holds the same one and gets the same tokens.
+class Draw(NamedTuple):
+    """What the next token of one sequence follows from, beside its logits. row: its place in the sampler while it runs.
 
-    prompts: each sequence's prompt. draws: its (prompt index in the whole file, sample), which with seed and position key its noise.
+    prompt: its index in the whole file, which with seed, sample and position keys its noise.
     """
 
-    def __init__(
-        self,
-        settings: SamplingSettings,
-        split: Split,
-        group: TensorParallelGroup,
-        prompts: Sequence[Sequence[int]],
-        draws: Sequence[tuple[int, int]],
-    ) -> None:
-        self.settings, self.split, self.group, self.draws = settings, split, group, draws
+    settings: SamplingSettings
+    row: int
+    prompt: int
+    sample: int
+    position: int
+
+
+class Sampler:
+    """Chooses the next tokens of sequences, each with settings of its own; every rank holds the same one and gets the same tokens.
+
+    rows: how many sequences run at once.
+    """
+
+    def __init__(self, split: Split, group: TensorParallelGroup, rows: int) -> None:
+        self.split, self.group, self._rows = split, group, rows
         self._start, self._stop = split.ranges[group.rank]
         self._seen: Tensor | None = None
+
+    def begin(self, row: int, settings: SamplingSettings, token_ids: Sequence[int]) -> None:
+        """A sequence takes this row; token_ids: its prompt, which a repetition penalty counts as seen."""
         if settings.repetition_penalty != 1:
-            self._seen = torch.zeros(len(prompts), self._stop - self._start, dtype=torch.bool, device=group.device)
-            for row, prompt in enumerate(prompts):
-                self._see(row, prompt)
+            if self._seen is None:
+                shape = self._rows, self._stop - self._start
+                self._seen = torch.zeros(shape, dtype=torch.bool, device=self.group.device)
+            self._seen[row] = False
+            self._see(row, token_ids)
 
     def choose(
-        self, local_logits: Float[Tensor, "rows local_vocab"], rows: list[int], positions: list[int], checksum: int
-    ) -> list[int]:
-        """The next token of each sequence in `rows`, for its position; raises as `vocab_parallel_argmax` does."""
+        self,
+        local_logits: Float[Tensor, "rows local_vocab"],
+        draws: Sequence[Draw],
+        checksum: int,
+        note: int | None = None,
+    ) -> tuple[list[int], list[int]]:
+        """(the next token of each, every rank's note); raises as `vocab_parallel_choice` does.
+
+        Sequences of equal settings are filtered together, in the order in which their settings first appear: the same on all ranks.
+        """
+        began = time.perf_counter()
+        kinds: dict[tuple[float, ...], list[int]] = {}
+        for at, (settings, *_) in enumerate(draws):
+            kind = settings.temperature, settings.top_k, settings.top_p, settings.min_p, settings.repetition_penalty
+            kinds.setdefault(kind, []).append(at)
         scores = local_logits
-        if self._seen is not None:
-            scores = penalize_repetition(_at_least_fp32(scores), self._seen[rows], self.settings.repetition_penalty)
-        if not self.settings.greedy:
-            scores = filter_logits(
-                _at_least_fp32(scores) / self.settings.temperature, self.settings, self.split, self.group
-            )
-            keys = [
-                noise_key(self.settings.seed, *self.draws[row], position)
-                for row, position in zip(rows, positions, strict=True)
-            ]
-            scores = add_noise(scores, keys, self._start)
-        chosen: list[int] = vocab_parallel_argmax(scores, self.split, self.group, checksum).tolist()
-        if self._seen is not None:
-            for row, token_id in zip(rows, chosen, strict=True):
-                self._see(row, [token_id])
-        return chosen
+        if len(kinds) == 1:
+            scores = self._scores(local_logits, draws)
+        elif kinds:
+            each = [self._scores(local_logits[rows], [draws[at] for at in rows]) for rows in kinds.values()]
+            widest = reduce(torch.promote_types, (part.dtype for part in each))
+            scores = torch.cat([part.to(widest) for part in each])
+            order = [at for rows in kinds.values() for at in rows]
+            scores = scores[torch.tensor(order, device=scores.device).argsort()]
+        ids, notes = vocab_parallel_choice(scores, self.split, self.group, checksum, note)
+        chosen: list[int] = ids.tolist()
+        for draw, token_id in zip(draws, chosen, strict=True):
+            if draw.settings.repetition_penalty != 1:
+                self._see(draw.row, [token_id])
+        self.group.counters.sampler_s += time.perf_counter() - began
+        return chosen, notes
+
+    def _scores(self, scores: Tensor, draws: Sequence[Draw]) -> Tensor:
+        """Whose largest are the tokens; draws of one kind."""
+        settings = draws[0].settings
+        if settings.repetition_penalty != 1:
+            assert self._seen is not None, "begin() comes first"
+            seen = self._seen[[draw.row for draw in draws]]
+            scores = penalize_repetition(_at_least_fp32(scores), seen, settings.repetition_penalty)
+        if settings.greedy:
+            return scores
+        scores = filter_logits(_at_least_fp32(scores) / settings.temperature, settings, self.split, self.group)
+        keys = [noise_key(draw.settings.seed, draw.prompt, draw.sample, draw.position) for draw in draws]
+        return add_noise(scores, keys, self._start)
 
     def _see(self, row: int, token_ids: Sequence[int]) -> None:
         assert self._seen is not None

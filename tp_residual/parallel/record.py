@@ -118,11 +118,12 @@ class Counters:
     """Calls and payload bytes (this rank's input) by (tag, kind).
 
     boundary_s: host seconds inside boundaries, waits for slower peers included; on CUDA that is launching, not running.
+    sampler_s: the same of choosing the next tokens.
     """
 
     def __init__(self) -> None:
         self._totals: dict[tuple[str, str], list[int]] = {}  # [calls, bytes]: one look-up a collective
-        self.boundary_s = 0.0
+        self.boundary_s = self.sampler_s = 0.0
 
     def add(self, tag: str, kind: str, nbytes: int) -> None:
         total = self._totals.get((tag, kind))
@@ -147,4 +148,4 @@ class Counters:
 
     def reset(self) -> None:
         self._totals.clear()
-        self.boundary_s = 0.0
+        self.boundary_s = self.sampler_s = 0.0

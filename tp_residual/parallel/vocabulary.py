@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tp_residual.errors import GenerationError, RequestError
+from tp_residual.kernels.linear import PackedWeight, linear
 from tp_residual.parallel.blocks import ParameterBlock, split_blocks
 from tp_residual.parallel.collectives import last_dim_shard_to_invariant
 from tp_residual.parallel.group import TensorParallelGroup
@@ -80,10 +81,11 @@ class VocabParallelHead(nn.Module):
             if tied_to is not None
             else uninitialized(split.size(group.rank), hidden_size, dtype=dtype, group=group)
         )
+        self.packed: PackedWeight | None = None
 
     def forward(self, x: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows local_vocab"]:
         check_input(x, self.hidden_size, "VocabParallelHead", ("lm_head",))
-        return F.linear(x, self.weight)
+        return linear(x, self.weight, self.packed)
 
     def gather(
         self, local_logits: Float[Tensor, "rows local_vocab"], *, tag: str = "logits"
@@ -114,14 +116,35 @@ def vocab_parallel_argmax(
     below 2**53 that all ranks must agree on (the tokens so far); a rank that differs is named. Raises GenerationError on every rank
     when they disagree or a logit is NaN.
     """
+    return vocab_parallel_choice(local_logits, split, group, checksum).ids
+
+
+class Choice(NamedTuple):
+    """The same on every rank. notes: what each rank had to tell the others, by rank; empty where none was given."""
+
+    ids: Int[Tensor, " rows"]
+    notes: list[int]
+
+
+def vocab_parallel_choice(
+    local_logits: Float[Tensor, "rows local_vocab"],
+    split: Split,
+    group: TensorParallelGroup,
+    checksum: int,
+    note: int | None = None,
+) -> Choice:
+    """`vocab_parallel_argmax`, of any number of rows, and in the same all-gather one integer below 2**53 from each rank: a row more."""
     start, stop = split.ranges[group.rank]
     rows = local_logits.shape[0]
-    candidate = torch.full((1, rows, 3), float(checksum), dtype=torch.float64, device=local_logits.device)
+    told = 0 if note is None else 1
+    candidate = torch.full((1, rows + told, 3), float(checksum), dtype=torch.float64, device=local_logits.device)
     if stop > start:
         value, index = local_logits.max(dim=-1)
-        candidate[0, :, 0], candidate[0, :, 1] = value, index + start
+        candidate[0, :rows, 0], candidate[0, :rows, 1] = value, index + start
     else:
-        candidate[0, :, 0], candidate[0, :, 1] = -torch.inf, split.total
+        candidate[0, :rows, 0], candidate[0, :rows, 1] = -torch.inf, split.total
+    if note is not None:
+        candidate[0, rows, 0], candidate[0, rows, 1] = note, 0
     if group.size > 1:
         candidate = group.run("all_gather", "argmax", candidate, lambda transport, t: transport.all_gather(t))
     candidate = candidate.cpu()
@@ -136,8 +159,10 @@ def vocab_parallel_argmax(
         raise GenerationError(
             f"logits are NaN on rank {ranks}; the weights or the dtype cannot represent this model (try --dtype float32)"
         )
+    notes = [int(each) for each in value[:, rows]] if told else []
+    value, ids = value[:, :rows], ids[:, :rows]
     best = value.max(dim=0).values
-    return ids.where(value == best, float(split.total)).min(dim=0).values.long()
+    return Choice(ids.where(value == best, float(split.total)).min(dim=0).values.long(), notes)
 
 
 class RowSummary(NamedTuple):

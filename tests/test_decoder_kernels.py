@@ -42,8 +42,8 @@ def test_silu_mul_rounds_as_plain_torch_does(dtype: torch.dtype) -> None:
     got, exact = decoder.silu_mul(gate, up), F.silu(gate.double()) * up.double()
     assert got[0, 0].isnan() and got[0, 3] == 0
     assert got[0, 1] == up[0, 1] * float("inf") and float(got[0, 2].abs()) < 1e-30
-    # one rounding of silu and one of the product (half a unit each), and in fp32 more of exp and of the division; below 0.01 a silu may be a
-    # subnormal fp16
+    # one rounding of silu and one of the product (half a unit each), and in fp32 more of exp and of the division; below 0.01 a silu may be
+    # a subnormal fp16
     units = 4.0 if dtype == F32 else 1.01
     finite = exact.isfinite()
     finite[0, 2] = False

@@ -10,8 +10,8 @@ import pytest
 from test_engine import CROWD, GREEDY, small_engine, tiny
 
 from tp_residual.errors import RequestError
-from tp_residual.inference.profile import StepProfiler, parse_steps
-from tp_residual.inference.request import Request
+from tp_residual.inference.profile import StepProfiler
+from tp_residual.inference.request import Request, parse_steps
 from tp_residual.parallel.group import TensorParallelGroup
 from tp_residual.testing import run_ranks
 
@@ -49,7 +49,9 @@ def check_ranges(group: TensorParallelGroup, folder: str) -> None:
     for layer in range(layers):
         for name in ("", ".self_attn", ".self_attn.qkv_proj", ".mlp.down_proj"):
             assert counts[f"model.layers.{layer}{name}"] == 2
-        site = f"model.layers.{layer}.post_attention_layernorm"  # by the norm that reads, as errors and counters have it
+        site = (
+            f"model.layers.{layer}.post_attention_layernorm"  # by the norm that reads, as errors and counters have it
+        )
         assert counts[f"boundary {site}"] == 2 and counts[f"all_reduce {site}"] == 2
     assert counts["all_gather argmax"] == 2 and counts["lm_head"] == 2
     assert any(event.get("cat") == "cpu_op" for event in events)

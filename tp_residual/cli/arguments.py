@@ -107,6 +107,10 @@ def _add_generate(commands: Commands) -> None:
     watching.add_argument(
         "--check-finite", action="store_true", help="name layer and rank where NaN or infinity first appears"
     )
+    watching.add_argument("--profile", metavar="DIR", help="a Chrome trace of each rank's steps, one file a rank")
+    watching.add_argument(
+        "--profile-steps", metavar="A:B", help="which: A to B - 1, the first being 0 (default 4:8; prefill comes first)"
+    )
     _add_engine(command)
     _add_layout(command, sequence_parallel="auto", replicas=True)
     _add_machine(command)

@@ -35,15 +35,19 @@ from tp_residual.inference.request import (
     ScoreRequest,
     check_limits,
     check_prompts,
+    parse_steps,
 )
 from tp_residual.inference.scheduler import check_length
 from tp_residual.inference.tokenizer import Tokenizer
 from tp_residual.model.config import ModelConfig
 
+DEFAULT_PROFILE_STEPS = "4:8"  # a prompt takes the first; the next ones record and warm up
+
 if TYPE_CHECKING:
     from tp_residual.cli.session import Session
     from tp_residual.inference.engine import Engine
     from tp_residual.inference.logprobs import TokenLogProb
+    from tp_residual.inference.profile import StepProfiler
     from tp_residual.inference.replicas import SharedWork
     from tp_residual.inference.results import Generation, GenerationTimings
     from tp_residual.model.decoder import CausalLM
@@ -156,6 +160,10 @@ def _check_combination(arguments: argparse.Namespace, tp_size: int, replicas: in
     if arguments.prompt_file is None:
         if arguments.output is not None:
             raise RequestError("--output goes with --prompt-file; give one, or leave it out")
+    if arguments.profile is None and arguments.profile_steps is not None:
+        raise RequestError(f"--profile-steps {arguments.profile_steps} are those of a --profile; name its folder")
+    arguments.profile_steps = arguments.profile_steps or DEFAULT_PROFILE_STEPS
+    parse_steps(arguments.profile_steps)
     check_output(arguments)
 
 
@@ -184,10 +192,17 @@ def run(job: Job, arguments: argparse.Namespace) -> None:
         print("settings: " + " ".join(f"{key}={value}" for key, value in shown.items()), file=sys.stderr)
     engine = open_engine(session, job.limits, tokenizer=job.tokenizer, check_finite=arguments.check_finite)
     timings, refused = engine.timings, 0
+    profiler = _profiler(arguments, session)
+    engine.profiler = profiler
     if arguments.prompt_file is not None:
         refused = _answer_file(job, arguments, session, engine)
     else:
         _answer_prompts(job, arguments, session, engine)
+    if profiler is not None:
+        profiler.finish()
+        if world.rank == 0:
+            said = f"in {arguments.profile}" if profiler.written else f"none: there were {profiler.steps} steps"
+            print(f"profile of steps {arguments.profile_steps}: {said}", file=sys.stderr)
     ours = [loaded.bytes_read, loaded.bytes_held, timings.prefill_tokens, timings.decode_tokens]
     shared = [json.loads(text) for text in world.share("bytes and tokens", json.dumps(ours))]
     if world.rank == 0:
@@ -198,6 +213,15 @@ def run(job: Job, arguments: argparse.Namespace) -> None:
             print_replicas([each[2:] for each in shared[:: group.size]], group.size)
     session.close()
     fail_for_refused(refused, len(job.prompts) * job.settings.sampling.n, "answers")
+
+
+def _profiler(arguments: argparse.Namespace, session: Session) -> StepProfiler | None:
+    if arguments.profile is None:
+        return None
+    from tp_residual.inference.profile import StepProfiler
+
+    steps = parse_steps(arguments.profile_steps)
+    return StepProfiler(arguments.profile, steps, session.model, session.group, session.world)
 
 
 def print_replicas(tokens: list[list[int]], tp_size: int) -> None:

@@ -255,6 +255,7 @@ def prepare_rank() -> None:
     """
     # read when torch is imported: a dead peer makes its store warn with a C++ stack, beside our message
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its profiler announces each start and stop
     _endings.watch()
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1

@@ -19,37 +19,34 @@ from tp_residual.errors import RequestError
 from tp_residual.parallel.group import TensorParallelGroup
 
 
-def parse_steps(text: str) -> tuple[int, int]:
-    """`A:B`: steps A to B - 1, the first being 0. Raises RequestError."""
-    first, colon, last = text.partition(":")
-    if not colon or not first.isdecimal() or not last.isdecimal() or int(first) >= int(last):
-        raise RequestError(
-            f"--profile-steps {text!r} is not A:B with whole numbers A < B; 3:8 are five steps from 3 on"
-        )
-    return int(first), int(last)
-
-
 class StepProfiler:
     """Enter it around each step. Watches steps `first` to `last - 1`, then writes `rank_R_of_N.json` into `folder`.
 
-    Unwatched steps cost nothing. Raises RequestError when the trace cannot be written.
+    world: all ranks of the job, by which the file is named; the group's unless given. Unwatched steps cost nothing, but none is recorded
+    or captured while a profiler is there. Raises RequestError when the trace cannot be written.
     """
 
     def __init__(
-        self, folder: str | Path, steps: tuple[int, int], model: nn.Module, group: TensorParallelGroup
+        self,
+        folder: str | Path,
+        steps: tuple[int, int],
+        model: nn.Module,
+        group: TensorParallelGroup,
+        world: TensorParallelGroup | None = None,
     ) -> None:
-        self.path = Path(folder) / f"rank_{group.rank}_of_{group.size}.json"
+        named = world or group
+        self.path = Path(folder) / f"rank_{named.rank}_of_{named.size}.json"
         self.written = False
         self._first, self._last = steps
         self._model, self._group = model, group
-        self._step = 0
+        self.steps = 0  # so far
         self._watching: ExitStack | None = None
         self._profile: profile | None = None
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        number = self._step
-        self._step += 1
+        number = self.steps
+        self.steps += 1
         if number == self._first:
             self._begin()
         if self._watching is None:

@@ -295,3 +295,13 @@ def check_pairs(
     check_prompts_fit(
         [[*context, *completion] for context, completion in pairs], config, 0, first_index=first_index, lengths=lengths
     )
+
+
+def parse_steps(text: str) -> tuple[int, int]:
+    """`A:B`: steps A to B - 1, the first being 0. Raises RequestError."""
+    first, colon, last = text.partition(":")
+    if not colon or not first.isdecimal() or not last.isdecimal() or int(first) >= int(last):
+        raise RequestError(
+            f"--profile-steps {text!r} is not A:B with whole numbers A < B; 3:8 are five steps from 3 on"
+        )
+    return int(first), int(last)

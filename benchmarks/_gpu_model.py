@@ -11,9 +11,12 @@ from _gpu_operands import Setting
 from _gpu_record import Recorder
 from safetensors.torch import save_file
 
+from tp_residual.inference.decode_graphs import DecodeGraphs
+from tp_residual.inference.engine import Engine
 from tp_residual.inference.generate import Generation, generate
 from tp_residual.inference.loading import load_model
-from tp_residual.inference.request import GenerationSettings
+from tp_residual.inference.paged_cache import PagedKVCache
+from tp_residual.inference.request import EngineLimits, GenerationSettings, Request
 from tp_residual.parallel.blocks import parameter_blocks
 from tp_residual.parallel.group import TensorParallelGroup
 
@@ -61,6 +64,11 @@ def check_generation(record: Recorder, setting: Setting) -> None:
     record.check("a tiny llama in bf16 is finite", finite(_saved(setting.scratch / "llama", CONFIGS["llama"]), setting))
 
 
+def check_decode_graphs(record: Recorder, setting: Setting) -> None:
+    folder = _saved(setting.scratch / "llama", CONFIGS["llama"])
+    record.check("decode steps of fixed shapes choose the tokens of steps of any shape", captured(folder, setting))
+
+
 def check_loading(record: Recorder, setting: Setting) -> None:
     config = CONFIGS["llama"] | {"dtype": "bfloat16"} if setting.small else LARGE
     folder = _saved(setting.scratch / "large", config)
@@ -102,6 +110,31 @@ def differing_ids(found: Generation, expected: Generation) -> str | None:
         if not abs(ours.log_prob - theirs.log_prob) < CLOSE_CALL:
             return f"prompt {expected.index}: log-probability of new token {place} is {ours.log_prob}, on CPU {theirs.log_prob}"
     return None
+
+
+def captured(folder: Path, setting: Setting) -> Iterator[str | None]:
+    """In fp32, several batch sizes, so that rows only fill up; captured on CUDA, computed each time elsewhere."""
+    group = TensorParallelGroup.single(setting.device)
+    model, _ = load_model(folder, group, dtype=torch.float32, random_seed=3)
+    model.requires_grad_(False).eval()
+    limits = EngineLimits(max_model_len=max(map(len, PROMPTS)) + SETTINGS.max_new_tokens, max_num_seqs=len(PROMPTS))
+    found = []
+    for fixed in (True, False):
+        engine = Engine(model, group, limits)
+        engine.cache = PagedKVCache(model.layout, group, engine.capacity.num_blocks, dtype=model.dtype)
+        engine.cache.kv.zero_()
+        graphs = DecodeGraphs(model, engine.cache, len(PROMPTS))
+        engine.replay = graphs if fixed else None
+        for index, prompt in enumerate(PROMPTS):
+            engine.add(Request(prompt, SETTINGS, index))
+        results: list[Generation] = []
+        while engine.has_work:
+            results += [event.generation for event in engine.step() if event.generation is not None]
+        found.append(sorted(results, key=lambda result: result.index))
+        if fixed:
+            yield None if graphs.sizes else "no step was of a fixed shape"
+    for ours, theirs in zip(*found, strict=True):
+        yield differing_ids(ours, theirs)
 
 
 def finite(folder: Path, setting: Setting) -> Iterator[str | None]:

@@ -48,6 +48,7 @@ SECTIONS = {
     "symmetric": Section("_gpu_symmetric", "check_symmetric", 120),
     "graphs": Section("_gpu_graphs", "check_graphs", 60),
     "generation": Section("_gpu_model", "check_generation", 40),
+    "decode graphs": Section("_gpu_model", "check_decode_graphs", 30),
     "peers": Section("_gpu_speed", "find_peers", 120),
     "loading": Section("_gpu_model", "check_loading", 30, alone=True),
     "speed": Section("_gpu_speed", "measure_speed", 120, alone=True),

@@ -20,11 +20,11 @@ from tp_residual.testing import run_ranks
 def engine_with_graphs(model: CausalLM, seqs: int) -> tuple[Engine, DecodeGraphs]:
     limits = EngineLimits(max_num_seqs=seqs, max_batched_tokens=64)
     engine = Engine(model, model.group, limits, capacity=CacheCapacity(100, 4, 64))
-    assert isinstance(engine.cache, PagedKVCache) and engine._graphs is None, "nothing is captured on a CPU"
+    assert isinstance(engine.cache, PagedKVCache) and engine.replay is None, "nothing is captured on a CPU"
     # nobody may read what nobody wrote
     engine.cache.kv.fill_(float("nan"))
-    engine._graphs = DecodeGraphs(model, engine.cache, seqs)
-    return engine, engine._graphs
+    engine.replay = DecodeGraphs(model, engine.cache, seqs)
+    return engine, engine.replay
 
 
 def check_same_tokens(group: TensorParallelGroup, name: str) -> None:
@@ -39,9 +39,9 @@ def check_same_tokens(group: TensorParallelGroup, name: str) -> None:
         numbers = [engine.add(Request(prompt, GREEDY, index)) for index, prompt in enumerate(CROWD)]
         results = drain(engine)
         assert [results[number, 0].token_ids for number in numbers] == expected, seqs
-        sizes = {rows for rows, _ in graphs._steps}
+        sizes = {rows for rows, _ in graphs.sizes}
         assert sizes and sizes <= {1, 2, 4, 8, seqs}, sizes
-        assert all(width & (width - 1) == 0 for _, width in graphs._steps)
+        assert all(width & (width - 1) == 0 for _, width in graphs.sizes)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])  # uneven heads at two ranks; a window

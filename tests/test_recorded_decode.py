@@ -34,8 +34,8 @@ pytestmark = pytest.mark.skipif(
 
 
 def recorder(engine: Engine) -> RecordedDecode:
-    assert isinstance(engine._graphs, RecordedDecode)
-    return engine._graphs
+    assert isinstance(engine.replay, RecordedDecode)
+    return engine.replay
 
 
 def run(engine: Engine, requests: int, settings: GenerationSettings = GREEDY) -> tuple[list[list[int]], list[Tensor]]:
@@ -58,7 +58,7 @@ def check_same(group: TensorParallelGroup, name: str, dtype: torch.dtype, sequen
 
     for requests in (1, 3, MOST_SEQUENCES):
         plain, recorded = engine_of(model, requests, 64), engine_of(model, requests, 64)
-        plain._graphs = None
+        plain.replay = None
         expected, expected_logits = counted(plain, requests)
         got, logits = counted(recorded, requests)
         assert got == expected
@@ -152,7 +152,7 @@ def test_a_model_with_norms_of_heads_runs_as_always() -> None:
     tokens, _ = run(engine, 2)
     assert "the operator aten." in recorder(engine).refused
     plain = engine_of(model, 2, 64)
-    plain._graphs = None
+    plain.replay = None
     assert run(plain, 2)[0] == tokens
 
 

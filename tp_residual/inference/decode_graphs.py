@@ -29,6 +29,11 @@ class DecodeGraphs:
         self._steps: dict[tuple[int, int], _Step] = {}
         self._pool = torch.cuda.graph_pool_handle() if self.captures else None
 
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """(sequences, blocks a table) of what was prepared so far."""
+        return list(self._steps)
+
     def serves(self, parts: Sequence[Scheduled]) -> bool:
         """Whether a step is one token of each sequence, and each gets another. Rope type "dynamic" needs lengths, which are no tensor."""
         if self._model.config.rope_type == "dynamic":

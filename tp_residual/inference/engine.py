@@ -94,11 +94,12 @@ class Engine:
             model.layout, group, self.limits, model.dtype, memory_sharers=memory_sharers
         )
         self.cache = make_cache(model.layout, group, self.capacity.num_blocks, self.capacity.block_size, model.dtype)
-        self._graphs: DecodeGraphs | RecordedDecode | None = None
+        # what computes decode steps of one shape again and again; None: each as any other
+        self.replay: DecodeGraphs | RecordedDecode | None = None
         if group.device.type == "cuda" and isinstance(self.cache, PagedKVCache):
-            self._graphs = DecodeGraphs(model, self.cache, self.limits.max_num_seqs)
+            self.replay = DecodeGraphs(model, self.cache, self.limits.max_num_seqs)
         elif isinstance(self.cache, CompiledKVCache) and model.lm_head.packed is not None:
-            self._graphs = RecordedDecode(model, self.cache)
+            self.replay = RecordedDecode(model, self.cache)
         self.profiler: StepProfiler | None = None
         self.timings = timings if timings is not None else GenerationTimings()
         self.timings.kv_cache_bytes = max(self.timings.kv_cache_bytes, self.cache.nbytes)
@@ -250,8 +251,8 @@ class Engine:
         model, device = self.model, self.group.device
         scored = any(map(self._wants_scores, parts))
         watched = self._finite is not None or self.profiler is not None or self.group.ranges is not None or scored
-        if self._graphs is not None and not watched and self._graphs.serves(parts):
-            return self._graphs.run(parts, self.scheduler.tables)
+        if self.replay is not None and not watched and self.replay.serves(parts):
+            return self.replay.run(parts, self.scheduler.tables)
         batch = TokenBatch.of([(part.sequence.row, part.context, part.ids) for part in parts], device)
         self.cache.begin(self.scheduler.tables, batch)
         last = [span.stop - 1 for span, part in zip(batch.spans, parts, strict=True) if part.sequence.needs_token]

@@ -13,7 +13,7 @@ import torch
 from tp_residual.bench.machine import last_level_cache_bytes
 from tp_residual.bench.request import BandwidthRequest
 from tp_residual.bench.results import Row
-from tp_residual.bench.timing import Candidate, Clock, Progress, Samples
+from tp_residual.bench.timing import Candidate, Clock, Progress
 
 PASSES = {"read": 1, "copy": 2, "add": 3, "triad": 3}
 
@@ -92,7 +92,7 @@ def _memory_rows(clock: Clock, array_bytes: int, threads: int) -> list[Row]:
             | {"moved_bytes": moved}
             | _rates("GB_s", moved / samples[name].percentile(50) / 1e3, clock.group.size)
             | clock.fields(
-                samples[name], "copy of as many bytes", _scaled(samples["copy"], PASSES[name] / PASSES["copy"])
+                samples[name], "copy of as many bytes", samples["copy"].scaled(PASSES[name] / PASSES["copy"])
             )
         )
     return rows
@@ -165,13 +165,3 @@ def _gemm(clock: Clock, dtype: torch.dtype, size: int) -> Candidate:
     tolerance = (2**-5 if dtype == torch.bfloat16 else 2**-10) * size**0.5
     clock.require_correct(f"GEMM of {size} in {dtype}", int(((out[:8].double() - right).abs() > tolerance).sum()))
     return Candidate(run)
-
-
-def _scaled(samples: Samples, factor: float) -> Samples:
-    """As if each call had moved `factor` times the bytes at the same speed."""
-    return Samples(
-        tuple(None if us is None else us * factor for us in samples.us),
-        tuple(us * factor for us in samples.rank_p50_us),
-        samples.calls,
-        samples.late,
-    )

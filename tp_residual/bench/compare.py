@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tp_residual.bench.results import IDENTITY, Result, Row
+from tp_residual.bench.results import AMOUNTS, IDENTITY, Result, Row
 from tp_residual.errors import RequestError
 
 _SETTINGS = ("ranks", "threads", "device", "pin", "cache")  # those that change what is measured, not how often
@@ -59,6 +59,11 @@ def compare(old: Result, new: Result) -> list[Comparison]:
     if old.what != new.what:
         raise RequestError(
             f"the old file is a result of {old.what}, the new one of {new.what}; compare two of one kind"
+        )
+    if old.what in AMOUNTS:
+        raise RequestError(
+            f"results of {old.what} are amounts and have no samples whose spread a difference could be held against; compare "
+            f"{', '.join(AMOUNTS[old.what])} of the rows themselves"
         )
     for kind, theirs, ours in (("hardware", old.hardware, new.hardware), ("settings", old.settings, new.settings)):
         for key in _SETTINGS if kind == "settings" else dict.fromkeys([*theirs, *ours]):

@@ -18,9 +18,8 @@ _MARKERS = "osD^vP*X"
 
 def write_plot(result: Result, path: str, extra: Row | None = None) -> None:
     """As `path` ends: .png, .pdf or .svg. extra: what `measure_add_norm` found beside its rows."""
-    panels = {"boundary": len({(row["hidden"], row["dtype"]) for row in result.rows if "mode" in row})}.get(
-        result.what, 2
-    )
+    shapes = {(row["hidden"], row["dtype"]) for row in result.rows if "hidden" in row}
+    panels = {"boundary": len(shapes), "memory": 1}.get(result.what, 2)
     figure = Figure(figsize=(6.4 * min(panels, 2), 4.6 * -(-panels // 2) + 0.6), dpi=_DPI, layout="constrained")
     FigureCanvasAgg(figure)
     axes = list(figure.subplots(-(-panels // 2), min(panels, 2), squeeze=False).flat)
@@ -29,6 +28,10 @@ def write_plot(result: Result, path: str, extra: Row | None = None) -> None:
         "bandwidth": _bandwidth,
         "boundary": _boundary,
         "add-norm": _add_norm,
+        "generate": _generate,
+        "memory": _memory,
+        "gemm": _gemm,
+        "scaling": _scaling,
     }[result.what](axes, result.rows, extra or {})
     for unused in axes[panels:]:
         unused.remove()
@@ -160,3 +163,76 @@ def _add_norm(axes: Sequence[Axes], rows: Sequence[Row], roof: Row) -> None:
         for row in chosen
     ]
     _lines(axes[1], _grouped(at, name, "intensity", "GFLOP_s"), linestyle="", markersize=7)
+
+
+def _beside_limits(axis: Axes, rows: Iterable[Row], name: Callable[[Row], str], x: str, y: str, limit: str) -> None:
+    """A line of each name, and its own limit dashed in the same colour."""
+    lines: dict[str, list[Row]] = {}
+    for row in rows:
+        lines.setdefault(name(row), []).append(row)
+    for number, (label, chosen) in enumerate(lines.items()):
+        chosen.sort(key=lambda row: row[x])
+        at, marker = [row[x] for row in chosen], _MARKERS[number % len(_MARKERS)]
+        (drawn,) = axis.plot(at, [row[y] for row in chosen], marker=marker, markersize=4, linewidth=1.2, label=label)
+        axis.plot(at, [row[limit] for row in chosen], linestyle="--", linewidth=1, color=drawn.get_color())
+    axis.plot([], [], linestyle="--", color="grey", label="limit")
+
+
+def _generate(axes: Sequence[Axes], rows: Sequence[Row], _: Row) -> None:
+    prefill = [row | {"tokens": row["batch"] * row["prompt_tokens"]} for row in rows if row["step"] == "prefill"]
+    decode = [row for row in rows if row["step"] == "decode"]
+    _log(axes[0], "tokens of a batch's prompts", "us until its last first token, p50", "prefill")
+    _beside_limits(axes[0], prefill, lambda row: f"batch {row['batch']}", "tokens", "p50_us", "limit_us")
+    _log(axes[1], "sequences", "us a step, p50", "decode")
+    _beside_limits(axes[1], decode, lambda row: f"prompt {row['prompt_tokens']}", "batch", "p50_us", "limit_us")
+
+
+def _scaling(axes: Sequence[Axes], rows: Sequence[Row], _: Row) -> None:
+    for axis, step in zip(axes, ("prefill", "decode"), strict=True):
+        chosen = [
+            row | {"limit_per_s": row["tokens_per_s"] * 100 / row["percent_of_limit"]}
+            for row in rows
+            if row["step"] == step
+        ]
+        _log(axis, "ranks", "tokens/s", step)
+        _beside_limits(
+            axis,
+            chosen,
+            lambda row: f"batch {row['batch']}, prompt {row['prompt_tokens']}",
+            "ranks",
+            "tokens_per_s",
+            "limit_per_s",
+        )
+
+
+def _gemm(axes: Sequence[Axes], rows: Sequence[Row], _: Row) -> None:
+    def name(row: Row) -> str:
+        return f"{row['linear']}, {row['out_features']} x {row['in_features']}"
+
+    _log(axes[0], "tokens", "us, p50", "time")
+    _beside_limits(axes[0], rows, name, "tokens", "p50_us", "limit_us")
+    _log(axes[1], "tokens", "% of the limit", "against the slower of read and product")
+    _lines(axes[1], _grouped(rows, name, "tokens", "percent_of_limit"))
+    axes[1].axhline(100, color="black", linestyle="--", linewidth=1)
+
+
+def _memory(axes: Sequence[Axes], rows: Sequence[Row], _: Row) -> None:
+    """What is known of a rank, stacked, beside the most that it took; the bound over both."""
+    parts = {
+        "weights_bytes": "weights",
+        "packed_bytes": "packed copies",
+        "cache_bytes": "KV cache",
+        "stream_bytes": "stream",
+    }
+    axis, known = axes[0], [0.0] * len(rows)
+    places = list(range(len(rows)))
+    for name, label in parts.items():
+        heights = [row[name] / 1e6 for row in rows]
+        axis.bar([at - 0.2 for at in places], heights, 0.38, bottom=known, label=label)
+        known = [low + height for low, height in zip(known, heights, strict=True)]
+    peaks = [row["peak_anonymous_bytes"] / 1e6 for row in rows]
+    axis.bar([at + 0.2 for at in places], peaks, 0.38, color="lightgrey", label="anonymous, most")
+    bounds = [row["bound_bytes"] / 1e6 for row in rows]
+    axis.hlines(bounds, [at - 0.4 for at in places], [at + 0.4 for at in places], "black", "dashed", label="bound")
+    axis.set_xticks(places, [row["mode"].upper() for row in rows])
+    axis.set(ylabel="MB of the fullest rank", title="memory")

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tp_residual.errors import RequestError
+from tp_residual.inference.scheduler import BLOCK_SIZE, blocks_for
+from tp_residual.model.config import ModelConfig
+from tp_residual.model.layout import ModelLayout
 from tp_residual.residual.table import EXECUTOR_NAMES
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -122,6 +125,84 @@ class ShapesRequest:
         tokens, hidden, size = max(self.tokens), max(self.hidden), max(ELEMENT_BYTES[name] for name in self.dtypes)
         each = max((ranks + 7) * size, ranks * size + _MAKING_BYTES)
         return f"--tokens {tokens} --hidden {hidden}", tokens * hidden * each
+
+
+@dataclass(frozen=True)
+class GemmRequest:
+    """The linears of one model at some numbers of tokens. config: the model's; dtype: of the weights."""
+
+    config: ModelConfig
+    tokens: tuple[int, ...]
+    dtype: str
+
+    def __post_init__(self) -> None:
+        for value in self.tokens:
+            at_least("--tokens", value, 1)
+
+    def least_bytes(self, ranks: int) -> tuple[str, int]:
+        """What was asked for, and the least memory of a rank: the largest weight twice, its input and its output."""
+        config, size = self.config, ELEMENT_BYTES[self.dtype]
+        widest = max(config.vocab_size, 2 * config.intermediate_size) // ranks
+        tokens = max(self.tokens)
+        return f"--tokens {tokens}", size * (2 * widest * config.hidden_size + tokens * (config.hidden_size + widest))
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """Every batch with every prompt, all of a batch at once. max_batched_tokens: of a pass; None: all prompts of a batch in one.
+
+    Raises RequestError for what no rank could run.
+    """
+
+    config: ModelConfig
+    batches: tuple[int, ...]
+    prompts: tuple[int, ...]
+    new_tokens: int
+    max_batched_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, values in (("--batch", self.batches), ("--prompt-tokens", self.prompts)):
+            for value in values:
+                at_least(name, value, 1)
+        at_least("--new-tokens", self.new_tokens, 2)  # one comes with the prompt, and one must be decoded
+        if self.max_batched_tokens is not None and self.max_batched_tokens < max(self.batches):
+            raise RequestError(
+                f"--max-batched-tokens {self.max_batched_tokens} is less than --batch {max(self.batches)}, and a pass has a token of "
+                f"each sequence that decodes; use at least {max(self.batches)}"
+            )
+        longest, needed = self.config.max_sequence_length, self.max_tokens
+        if needed > longest:
+            raise RequestError(
+                f"--prompt-tokens {max(self.prompts)} and --new-tokens {self.new_tokens}: {needed} exceeds {self.config.length_limit}; "
+                f"use a prompt of at most {max(longest - self.new_tokens, 0)} tokens"
+            )
+
+    @property
+    def max_tokens(self) -> int:
+        """Of one sequence: its prompt and what it generates."""
+        return max(self.prompts) + self.new_tokens
+
+    @property
+    def batched_tokens(self) -> int:
+        """The most tokens of a pass."""
+        return self.max_batched_tokens or max(self.batches) * max(self.prompts)
+
+    @property
+    def blocks(self) -> int:
+        """Of the cache, for the largest batch at its longest."""
+        return max(self.batches) * blocks_for(self.max_tokens, BLOCK_SIZE)
+
+    def least_bytes(self, layout: ModelLayout, dtype: str) -> int:
+        """Of all ranks of this machine: the share of weights and the cache of each."""
+        config, size = self.config, ELEMENT_BYTES[dtype]
+        heads = sum(layout.heads.key_value.size(rank) for rank in range(layout.tp_size))
+        cache = 2 * config.num_hidden_layers * heads * config.head_dim * self.blocks * BLOCK_SIZE
+        weights = sum(
+            tensor.local_elements(rank)
+            for tensor in layout.tensors(sequence_parallel=False)
+            for rank in range(layout.tp_size)
+        )
+        return size * (cache + weights)
 
 
 def require_memory(what: str, needed: int, available: int, holder: str) -> None:

@@ -25,6 +25,18 @@ IDENTITY = {
     "bandwidth": ("kernel", "device", "dtype", "threads", "ranks", "bytes"),
     "boundary": ("executor", "transport", "call", "mode", "tokens", "hidden", "dtype", "order", "ranks"),
     "add-norm": ("form", "order", "tokens", "hidden", "dtype", "ranks"),
+    "generate": (
+        "step", "model", "batch", "prompt_tokens", "new_tokens", "max_batched_tokens", "dtype", "sequence_parallel", "ranks",
+    ),
+    "memory": ("mode", "model", "batch", "prompt_tokens", "new_tokens", "max_batched_tokens", "dtype", "ranks"),
+    "gemm": ("linear", "out_features", "in_features", "tokens", "dtype", "ranks"),
+    "scaling": (
+        "step", "model", "batch", "prompt_tokens", "new_tokens", "max_batched_tokens", "dtype", "sequence_parallel", "ranks",
+    ),
+}  # fmt: skip
+# the rows of these are amounts of memory, and have no samples: what every row must have instead
+AMOUNTS = {
+    "memory": ("weights_bytes", "packed_bytes", "cache_bytes", "stream_bytes", "peak_anonymous_bytes", "bound_bytes")
 }
 
 
@@ -95,6 +107,11 @@ def _check_rows(path: str, fields: Mapping[str, Any]) -> None:
         for name in IDENTITY[fields["what"]]:
             if isinstance(row.get(name), list | dict):
                 refuse(where, f"has {name}={row[name]!r}, which is no name or number")
+        if fields["what"] in AMOUNTS:
+            for name in AMOUNTS[fields["what"]]:
+                if not _is_amount(row.get(name)):
+                    refuse(where, f"has {name}={row.get(name)!r}, which is no number of bytes")
+            continue
         if not isinstance(row.get("limit"), str):
             refuse(where, f"has limit={row.get('limit')!r}, not the name of one")
         for name in ("samples_us", "limit_samples_us"):
@@ -110,6 +127,10 @@ def _check_rows(path: str, fields: Mapping[str, Any]) -> None:
 
 def _is_time(us: object) -> bool:
     return isinstance(us, int | float) and not isinstance(us, bool) and 0 < us < float("inf")
+
+
+def _is_amount(nbytes: object) -> bool:
+    return isinstance(nbytes, int) and not isinstance(nbytes, bool) and nbytes >= 0
 
 
 def check_target(option: str, path: str) -> None:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from tp_residual.bench.choice import crossovers, executor, line
 from tp_residual.bench.compare import Comparison
-from tp_residual.bench.results import Result, Row
+from tp_residual.bench.results import AMOUNTS, Result, Row
 
 WIDTH = 100
 _RELEASED = {
@@ -28,9 +28,16 @@ def print_result(result: Result) -> None:
         "bandwidth": _bandwidth,
         "boundary": _boundary,
         "add-norm": _add_norm,
+        "generate": _generate,
+        "memory": _memory,
+        "gemm": _gemm,
+        "scaling": _scaling,
     }
     printers[result.what](console, result.rows)
-    _footer(console, result)
+    if result.what in AMOUNTS:
+        _notes(console, result)
+    else:
+        _footer(console, result)
 
 
 def print_comparisons(comparisons: Sequence[Comparison]) -> None:
@@ -177,6 +184,105 @@ def _add_norm(console: Console, rows: Sequence[Row]) -> None:
         console.print(table)
 
 
+def _generate(console: Console, rows: Sequence[Row]) -> None:
+    first = rows[0]
+    table = _table(
+        "step", "batch", "prompt", "tokens/s", "p50 ms", "p95", "p99", "wait p50", "p95", "p99", "GB/s", "limit",
+        title=f"{first['model']}, {first['dtype']} ({first['form']}), boundary {first['boundary']}, "
+        f"sequence parallel {first['sequence_parallel']}",
+    )  # fmt: skip
+    for row in rows:
+        waits = "ttft" if row["step"] == "prefill" else "itl"
+        table.add_row(
+            *_cell(row), _rate(row["tokens_per_s"]), *(_ms(row[f"p{q}_us"]) for q in (50, 95, 99)),
+            *(_ms(row[f"{waits}_p{q}_us"]) for q in (50, 95, 99)),
+            f"{row['weight_GB_s']:.1f}" if "weight_GB_s" in row else "", _percent(row),
+        )  # fmt: skip
+    console.print(table)
+    _say(
+        console,
+        "wait: for the first token (prefill), from one token to the next (decode), of each request; GB/s of weights",
+    )
+    parts = ("gemm", "attention", "boundary", "elementwise", "sampler", "python")
+    table = _table("step", "batch", "prompt", *parts, title="shares of a step's time")
+    for row in rows:
+        shares = (row[f"{part}_share"] for part in parts)
+        table.add_row(*_cell(row), *("-" if share is None else f"{100 * share:.1f} %" for share in shares))
+    console.print(table)
+    _say(console, "python: what is left when compiled kernels, boundaries and the sampler are taken out")
+
+
+def _scaling(console: Console, rows: Sequence[Row]) -> None:
+    first = rows[0]
+    table = _table(
+        "step", "batch", "prompt", "ranks", "threads", "tokens/s", "p50 ms", "limit", "speedup", "least", "most", "efficiency",
+        title=f"{first['model']}, {first['dtype']}; against {first['against_ranks']} ranks, {first['rounds']} rounds in turn",
+    )  # fmt: skip
+    for cell, same in groupby(rows, key=_cell):
+        for row in same:
+            speedups = (f"{row[name]:.2f}" for name in ("speedup", "speedup_min", "speedup_max"))
+            table.add_row(
+                *cell, str(row["ranks"]), str(row["threads"]), _rate(row["tokens_per_s"]), _ms(row["p50_us"]), _percent(row),
+                *speedups, f"{100 * row['efficiency']:.0f} %",
+            )  # fmt: skip
+        table.add_section()
+    console.print(table)
+    _say(console, "efficiency: the speedup, divided by how many times the cores (ranks x threads; GPUs) it takes")
+
+
+def _gemm(console: Console, rows: Sequence[Row]) -> None:
+    for shape, same in groupby(rows, key=lambda row: (row["linear"], row["out_features"], row["in_features"])):
+        chosen = list(same)
+        table = _table(
+            "<tokens", "p50 us", "p95", "p99", "GB/s", "TFLOP/s", "limit us", "limit",
+            title=f"{shape[0]}, {shape[1]} x {shape[2]} on the fullest rank, {chosen[0]['dtype']} ({chosen[0]['form']})",
+        )  # fmt: skip
+        for row in chosen:
+            table.add_row(
+                str(row["tokens"]), *_times(row), f"{row['weight_GB_s']:.1f}", f"{row['TFLOP_s']:.3g}",
+                _us(row["limit_us"]), _percent(row),
+            )  # fmt: skip
+        console.print(table)
+
+
+_MEMORY = {
+    "weights_bytes": "weights as torch holds them",
+    "packed_bytes": "packed copies of linears",
+    "extra_bytes": "  of a tied head, whose weight stays",
+    "cache_bytes": "KV cache reserved",
+    "cache_used_bytes": "  used at most",
+    "stream_bytes": "residual stream of the largest pass",
+    "load_peak_anonymous_bytes": "anonymous, most while loading",
+    "loaded_anonymous_bytes": "anonymous, loaded",
+    "run_peak_anonymous_bytes": "anonymous, most while generating",
+    "peak_anonymous_bytes": "anonymous, most of all",
+    "bound_bytes": "weights + packed + cache + 300 MB",
+    "over_bytes": "beyond that (negative: within)",
+}
+
+
+def _memory(console: Console, rows: Sequence[Row]) -> None:
+    first = rows[0]
+    table = _table(
+        "MB of a rank, the most of any", *(row["mode"] for row in rows),
+        title=f"{first['model']}, {first['dtype']} ({first['form']}), {first['ranks']} ranks, batch {first['batch']}, "
+        f"prompt {first['prompt_tokens']} + {first['new_tokens']} tokens",
+    )  # fmt: skip
+    for name, text in _MEMORY.items():
+        table.add_row(text, *(f"{row[name] / 1e6:.2f}" for row in rows))
+    console.print(table)
+    _say(console, "anonymous: RssAnon of the process, looked at every 2 ms and at the end of each phase")
+
+
+def _cell(row: Row) -> tuple[str, str, str]:
+    return row["step"], str(row["batch"]), str(row["prompt_tokens"])
+
+
+def _ms(us: float) -> str:
+    ms = us / 1e3
+    return f"{ms:.3f}" if ms < 10 else f"{ms:.2f}" if ms < 1000 else f"{ms:.0f}"
+
+
 def _footer(console: Console, result: Result) -> None:
     """How every figure above was taken; rows that differ in it are in the file."""
     rows, settings = result.rows, result.settings
@@ -192,6 +298,10 @@ def _footer(console: Console, result: Result) -> None:
     )
     limits = dict.fromkeys(row["limit"] for row in rows if row["limit"] != "itself")
     _say(console, f"limit: {'; '.join(limits)}, in the same rounds")
+    _notes(console, result)
+
+
+def _notes(console: Console, result: Result) -> None:
     for note in result.notes:
         _say(console, f"not here: {note}")
 

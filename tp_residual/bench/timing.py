@@ -70,6 +70,15 @@ class Samples:
         kept = tuple(None if dropping and was_late else us for us, was_late in zip(slowest, late, strict=True))
         return cls(kept, tuple(percentile(times, 50) for times in by_rank), calls, sum(late))
 
+    def scaled(self, factor: float) -> "Samples":
+        """As if each call had done `factor` times the work at the same speed."""
+        return Samples(
+            tuple(None if us is None else us * factor for us in self.us),
+            tuple(us * factor for us in self.rank_p50_us),
+            self.calls,
+            self.late,
+        )
+
     def percentile(self, q: float) -> float:
         return percentile([us for us in self.us if us is not None], q)
 
@@ -128,7 +137,7 @@ class Clock:
             try:
                 for number in range(rounds):
                     for name in names if number % 2 == 0 else reversed(names):
-                        late_ns, taken = self._sample(candidates[name], calls[name])
+                        late_ns, taken = self.sample(candidates[name], calls[name])
                         us[name].append(taken)
                         late[name].append(late_ns)
             finally:
@@ -169,7 +178,7 @@ class Clock:
                 if candidate.before is not None:
                     candidate.before()
                 candidate.run()
-            probes.append([self._sample(candidate, 1)[1] for _ in range(_PROBES)])
+            probes.append([self.sample(candidate, 1)[1] for _ in range(_PROBES)])
         slowest = [max(min(times) for times in each) for each in zip(*self.gather(probes), strict=True)]
         cold = self._flush is not None
         calls = {
@@ -179,8 +188,8 @@ class Clock:
         seconds = sum(us * n for us, n in zip(slowest, calls.values(), strict=True)) / 1e6
         return calls, min(self.rules.iters, max(_FEWEST_ROUNDS, int(self.rules.seconds / seconds)))
 
-    def _sample(self, candidate: Candidate, calls: int) -> tuple[int, float]:
-        """`(ns by which this rank began late, us a call)`."""
+    def sample(self, candidate: Candidate, calls: int = 1) -> tuple[int, float]:
+        """One sample, which all ranks take together: `(ns by which this rank began late, us a call)`."""
         if candidate.before is not None:
             candidate.before()
         if self._flush is not None:

@@ -86,10 +86,11 @@ def onednn_has_bf16() -> bool:
 class PackedWeight:
     """A weight `[out_features, in_features]` in the order in which its kernel reads it. For inference: it has no gradient.
 
-    form: `panels` or `onednn`. Raises UserError for a weight that the form cannot take.
+    form: `panels` or `onednn`. memory: where panels are put, `panel_elements` of the weight's dtype. Raises UserError for a weight that the
+    form cannot take.
     """
 
-    def __init__(self, weight: Tensor, form: Form) -> None:
+    def __init__(self, weight: Tensor, form: Form, memory: Tensor | None = None) -> None:
         if weight.dim() != 2 or weight.device.type != "cpu" or (weight.stride(1) != 1 and weight.shape[1] > 1):
             raise UserError(
                 f"a weight of shape {list(weight.shape)}, strides {list(weight.stride())} on {weight.device} cannot be packed; "
@@ -106,10 +107,11 @@ class PackedWeight:
         functions = _functions()
         if form != "panels" or functions is None or weight.dtype not in PANEL_DTYPES:
             raise UserError(f"form={form!r} does not take {weight.dtype} here; ask packed_form()")
-        pack, self._run, panel = functions
+        pack, self._run, _ = functions
         self._code = PANEL_DTYPES[weight.dtype]
-        rows = -(-self.out_features // panel) * panel
-        self.data = empty_on_huge_pages(rows * self.in_features, weight.dtype)
+        elements = panel_elements(weight)
+        self.data = empty_on_huge_pages(elements, weight.dtype) if memory is None else memory
+        assert self.data.shape == (elements,) and self.data.dtype == weight.dtype
         self._at = self.data.data_ptr()
         self.nbytes = self.data.numel() * self.data.element_size()
         call = _PackCall(weight.data_ptr(), self._at, self.out_features, self.in_features, weight.stride(0), self._code)
@@ -155,6 +157,13 @@ class PackedWeight:
         return y
 
 
+def panel_elements(weight: Tensor) -> int:
+    """Of a weight's panels, the last one filled up."""
+    functions = _functions()
+    assert functions is not None, "ask packed_form()"
+    return -(-weight.shape[0] // functions[2]) * functions[2] * weight.shape[1]
+
+
 def linear(x: Tensor, weight: Tensor, packed: PackedWeight | None, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias`, by the packed copy where there is one (the weight itself may then be gone)."""
     return F.linear(x, weight, bias) if packed is None else packed.linear(x, bias)
@@ -168,7 +177,8 @@ def empty_on_huge_pages(count: int, dtype: torch.dtype) -> Tensor:
     nbytes = count * dtype.itemsize
     if nbytes < 4 << 20:  # below two huge pages there is nothing to gain
         return torch.empty(count, dtype=dtype)
-    mapping = mmap.mmap(-1, nbytes)
+    # private: pages that could be shared with a child are huge by another rule, mostly never
+    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             mapping.madvise(mmap.MADV_HUGEPAGE)

@@ -143,6 +143,11 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self._recording = current
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch's own hook: else the first operator imports torch._dynamo, three seconds in the middle of a step."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func._schema.name not in _ALLOCATES and (func._schema.is_mutable or not _only_views(out, args)):

@@ -9,13 +9,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from tp_residual.kernels.linear import Form, PackedWeight, packed_form
+from tp_residual.kernels.linear import Form, PackedWeight, empty_on_huge_pages, packed_form, panel_elements
 from tp_residual.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from tp_residual.parallel.vocabulary import VocabParallelHead
 
 logger = logging.getLogger("tp_residual")
+
+_ALIGNED = 64  # elements: each weight begins a cache line
 
 PACKABLE = ColumnParallelLinear, RowParallelLinear, VocabParallelHead
 
@@ -40,8 +42,14 @@ def pack_weights(model: nn.Module, device: torch.device, dtype: torch.dtype) -> 
     if form == "plain":
         return PackingReport(form, reason)
     nbytes = extra = 0
+    memory: Iterator[Tensor] = iter(())
+    if form == "panels":
+        # one mapping for all: alone, most weights of a small model would be too small for a huge page
+        counts = [-(-panel_elements(module.weight) // _ALIGNED) * _ALIGNED for module in linears(model)]
+        memory = iter(empty_on_huge_pages(sum(counts), dtype).split(counts))
     for module in linears(model):
-        packed = module.packed = PackedWeight(module.weight.detach(), form)
+        place = next(memory)[: panel_elements(module.weight)] if form == "panels" else None
+        packed = module.packed = PackedWeight(module.weight.detach(), form, place)
         nbytes += packed.nbytes
         if isinstance(module, VocabParallelHead) and module.tied:
             extra += packed.nbytes

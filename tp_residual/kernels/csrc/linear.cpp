@@ -81,6 +81,7 @@ constexpr int64_t place_in_panel(int64_t n) {
 
 // What is fetched into the second cache meanwhile: `lines` of 64 bytes for each STRIP input features, from `next` to `end`. Without it a
 // processor computes, then waits for memory, in turns: its own prefetching does not look as far ahead as a step of several rows takes.
+// With one row it does: measured, two panels side by side are read at the speed of a plain sum (0.98-1.00 of it; fetched ahead, 0.87-0.90).
 struct Ahead {
     const char *next, *end;
     int64_t lines;
@@ -206,7 +207,8 @@ void linear_of(const LinearCall& call) {
             // what follows this pair in memory, wherever it ends: fetching beyond the weights reads nothing and cannot fault
             const char* next = reinterpret_cast<const char*>(w + 2 * PANEL * K);
             const int64_t strip = STRIP * 2 * PANEL * sizeof(Bits) / 64;
-            Ahead ahead{next, next + 2 * PANEL * K * int64_t(sizeof(Bits)), (strip + passes - 1) / std::max<int64_t>(passes, 1)};
+            const int64_t lines = tokens == 1 ? 0 : (strip + passes - 1) / std::max<int64_t>(passes, 1);
+            Ahead ahead{next, next + 2 * PANEL * K * int64_t(sizeof(Bits)), lines};
             for (int64_t block = 0; block < blocks; ++block) {  // of as equal sizes as can be
                 const int64_t row = block * tokens / blocks, rows = (block + 1) * tokens / blocks - row;
                 sum_rows_of_panels<T>(rows, x + row * x_stride, x_stride, w, K, here, ahead, sums);

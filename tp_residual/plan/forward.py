@@ -109,8 +109,7 @@ class ForwardModel:
         )
         flops = 4 * q * keys * work.sequences
         moved = self._itemsize * (2 * tokens * q + 2 * work.sequences * read * kv)
-        # on cores each sequence is attended, and its keys are kept, alone; a GPU's kernels take all of them
-        calls = 2 * (work.sequences if self.hardware.cores is not None else 1)
+        calls = 2  # one to keep keys and values, one to attend, for all sequences
         attention = Cost(
             attention_us=max(flops / peak / 1e6, self._memory_us(moved)), launch_us=calls * self.hardware.launch_us
         )

@@ -4,6 +4,7 @@ No figure is of the model that is predicted later: shapes are fixed, so that `ch
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 
 import torch
@@ -16,24 +17,29 @@ from tp_residual.bench.request import CollectivesRequest, ShapesRequest, availab
 from tp_residual.bench.timing import Candidate, Clock
 from tp_residual.checkpoint.random_weights import fill_random
 from tp_residual.errors import RequestError
-from tp_residual.inference.kv_cache import KVCache
-from tp_residual.model.attention_backend import HeadGroups, TokenBatch, attend_sequence
+from tp_residual.inference.engine import Engine
+from tp_residual.inference.paged_cache import make_cache
+from tp_residual.inference.request import EngineLimits, GenerationSettings, Request
+from tp_residual.inference.scheduler import BLOCK_SIZE, blocks_for
+from tp_residual.model.attention_backend import HeadGroups, TokenBatch
 from tp_residual.model.config import ModelConfig
 from tp_residual.model.decoder import CausalLM
+from tp_residual.model.layout import ModelLayout
 from tp_residual.parallel.blocks import parameter_blocks
 from tp_residual.parallel.group import TensorParallelGroup
 from tp_residual.parallel.linear import ColumnParallelLinear
-from tp_residual.parallel.splits import HeadSplit, Split
+from tp_residual.parallel.packing import pack_weights
+from tp_residual.parallel.splits import Split
 from tp_residual.plan.hardware import Hardware
 
 STEPS_PER_LAYER = (
     10  # launches that ForwardModel counts for one token: five of attention, three of the MLP, two boundaries
 )
 
-_TINY_HIDDEN = 64
+_TINY_HIDDEN, _TINY_LENGTH = 64, 1024
 _TINY = {
     "model_type": "llama", "hidden_size": _TINY_HIDDEN, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2,
-    "vocab_size": 64, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+    "vocab_size": 64, "max_position_embeddings": _TINY_LENGTH, "rms_norm_eps": 1e-5,
 }  # fmt: skip
 _DEEP, _SHALLOW = 18, 2
 _HEADS, _HEAD_DIM, _QUERIES = 8, 64, 512
@@ -88,7 +94,9 @@ def _linears(clock: Clock, dtype: torch.dtype) -> tuple[float, float]:
     def linear(inputs: int, out: int) -> ColumnParallelLinear:
         made = ColumnParallelLinear(inputs, {"": Split.even(out, 1)}, alone, dtype=dtype)
         torch.nn.init.normal_(made.weight, std=0.02)
-        return made.requires_grad_(False)
+        made.requires_grad_(False)
+        pack_weights(made, device, dtype)
+        return made
 
     copies = [linear(features, outputs) for _ in range(_WEIGHT_COPIES)]
     turn = count()
@@ -107,39 +115,44 @@ def _linears(clock: Clock, dtype: torch.dtype) -> tuple[float, float]:
 
 
 def _attention(clock: Clock, dtype: torch.dtype) -> float:
-    """TFLOP/s of causal attention over one prompt, counting only the keys that are seen."""
-    q, k, v = (
-        torch.randn(*shape, _HEAD_DIM, device=clock.device).to(dtype)
-        for shape in ((_QUERIES, _HEADS), (_HEADS, _QUERIES), (_HEADS, _QUERIES))
-    )
-    groups = HeadGroups(HeadSplit.of(_HEADS, _HEADS, 1), 0, clock.device)
+    """TFLOP/s of causal attention over one prompt in the paged cache, counting only the keys that are seen."""
+    q, k, v = (torch.randn(_QUERIES, _HEADS, _HEAD_DIM, device=clock.device).to(dtype) for _ in range(3))
+    alone, blocks = TensorParallelGroup.single(clock.device), blocks_for(_QUERIES, BLOCK_SIZE)
+    heads = {"num_attention_heads": _HEADS, "num_key_value_heads": _HEADS, "hidden_size": _HEADS * _HEAD_DIM}
+    config = ModelConfig.from_dict(_TINY | heads | {"head_dim": _HEAD_DIM, "num_hidden_layers": 1}, "heads alone")
+    layout = ModelLayout.of(config, 1)
+    cache = make_cache(layout, alone, blocks, BLOCK_SIZE, dtype)
+    groups = HeadGroups(layout.heads, 0, clock.device)
+    batch = TokenBatch.of([(0, 0, [0] * _QUERIES)], clock.device)
     with torch.inference_mode():
-        samples = clock.interleaved({"attention": Candidate(lambda: attend_sequence(q, k, v, groups, None))})
+        cache.begin([list(range(blocks))], batch)
+        cache.append(0, k, v, batch)
+        samples = clock.interleaved({"attention": Candidate(lambda: cache.attend(0, q, batch, groups, None))})
     flops = 4 * _HEADS * _HEAD_DIM * _QUERIES * (_QUERIES + 1) / 2
     return _short(flops / samples["attention"].percentile(50) / 1e6)
 
 
 def _layer_us(clock: Clock) -> float:
-    """Of one more layer of a model so small that nothing but fixed costs is left, without other ranks."""
+    """Of one more layer of a model so small that nothing but fixed costs is left, without other ranks: in a decode step of the engine."""
     alone = TensorParallelGroup.single(clock.device)
-    batch = TokenBatch.of([(0, 8, [1])], clock.device)
     candidates = {}
     for layers in (_SHALLOW, _DEEP):
         model = CausalLM(ModelConfig.from_dict(_TINY | {"num_hidden_layers": layers}, "a tiny model"), alone)
         fill_random(parameter_blocks(model), 0)
         model.requires_grad_(False).eval()
-        cache = KVCache(model.layout, alone, rows=1, max_tokens=16, dtype=model.dtype)
-        model(TokenBatch.of([(0, 0, [1] * 8)], clock.device), cache)
-        candidates[layers] = model, cache
-    with torch.inference_mode():
-        samples = clock.interleaved(
-            {
-                str(layers): Candidate(lambda model=model, cache=cache: model(batch, cache))  # type: ignore[misc]
-                for layers, (model, cache) in candidates.items()
-            }
-        )
+        pack_weights(model, alone.device, model.dtype)
+        engine = Engine(model, alone, EngineLimits(max_num_seqs=1))
+        candidates[str(layers)] = Candidate(partial(_decode_step, engine))
+    samples = clock.interleaved(candidates)
     deep, shallow = (samples[str(layers)].percentile(50) for layers in (_DEEP, _SHALLOW))
     return max(deep - shallow, 0.1) / (_DEEP - _SHALLOW)
+
+
+def _decode_step(engine: Engine) -> None:
+    """The one sequence is replaced when it ends, which is seldom enough for a median not to see."""
+    if not engine.has_work:
+        engine.add(Request([1] * 8, GenerationSettings(max_new_tokens=_TINY_LENGTH - 8, ignore_eos=True)))
+    engine.step()
 
 
 def _memory_link(clock: Clock, launch_us: float) -> dict[str, float | str]:

@@ -21,6 +21,7 @@ from tp_residual.kernels.linear import PackedWeight, packed_form
 from tp_residual.kernels.recording import recording
 from tp_residual.parallel.group import TensorParallelGroup
 from tp_residual.parallel.packing import pack_weights
+from tp_residual.parallel.shared import SharedTransport
 from tp_residual.testing import RanksFailed, run_ranks
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -124,6 +125,25 @@ def test_a_dead_peer_is_named_with_the_collective_that_waited() -> None:
         run_ranks(2, check_dead, checked=False, transport="shared")
     text = str(failed.value)
     assert CollectiveError.__name__ in text and "all_reduce tag='model.layers.0.input_layernorm'" in text
+
+
+def check_closed(group: TensorParallelGroup) -> None:
+    """The memory that a program exchanges through is gone: a step must say so, and not touch it."""
+    model = tiny(group, "llama", F32)
+    pack_weights(model, group.device, F32)
+    engine = engine_of(model, 1, 64)
+    engine.add(Request(CROWD[0], GenerationSettings(max_new_tokens=20, ignore_eos=True)))
+    for _ in range(6):
+        engine.step()
+    group.share("stepped", "")
+    assert isinstance(group.transport, SharedTransport)
+    group.transport.close()
+    with pytest.raises(CollectiveError, match="it is closed"):
+        engine.step()
+
+
+def test_a_closed_group_is_an_error_and_no_crash() -> None:
+    run_ranks(2, check_closed, checked=False, transport="shared")
 
 
 # ---- what is no noted call ----

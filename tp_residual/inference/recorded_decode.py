@@ -42,6 +42,9 @@ class RecordedDecode:
         """Whether a step is one token of each of a few sequences, and each gets another. Rope type "dynamic" turns by lengths."""
         if self.refused or len(parts) > MOST_SEQUENCES or self._model.config.rope_type == "dynamic":
             return False
+        transport = self._model.group.transport
+        if isinstance(transport, SharedTransport) and not transport.is_usable:
+            return False  # a step that runs as always says why
         return all(len(part.ids) == 1 and part.sequence.needs_token for part in parts)
 
     def run(self, parts: Sequence[Scheduled], tables: Sequence[list[int]]) -> Float[Tensor, "rows local_vocab"]:

@@ -328,6 +328,11 @@ class SharedTransport:
         self._drive(exchange_at, status, stop_before_gather=False)
 
     @property
+    def is_usable(self) -> bool:
+        """Not closed, nor given up, nor in the middle of an exchange: what compiled functions may be called with `channel_at`."""
+        return self._only == 0
+
+    @property
     def channel_at(self) -> int:
         """The address of what the compiled functions know this transport by."""
         return self._channel_at

@@ -92,7 +92,12 @@ def test_a_prompt_is_not_cut_where_its_rotation_follows_from_its_length() -> Non
 
 @pytest.mark.parametrize(
     ("tp_size", "name", "sequence_parallel"),
-    [(1, "qwen2", "off"), (2, "llama", "on"), (2, "mistral", "off"), (3, "llama", "off")],
+    [
+        pytest.param(1, "qwen2", "off", marks=pytest.mark.slow),
+        (2, "llama", "on"),
+        pytest.param(2, "mistral", "off", marks=pytest.mark.slow),
+        (3, "llama", "off"),
+    ],
 )
 def test_greedy_tokens_are_the_same_alone_in_a_crowd_and_in_pieces(
     tp_size: int, name: str, sequence_parallel: str

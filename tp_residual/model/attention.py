@@ -65,6 +65,10 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k, v = qkv.split(self.local_heads, dim=1)
             q, k = apply_rope(self.q_norm(q), rope), apply_rope(self.k_norm(k), rope)
+        elif torch.is_grad_enabled():
+            # apart: what backward keeps of the queries would hold the keys' memory, too
+            q, k, v = qkv.split(self.local_heads, dim=1)
+            q, k = apply_rope(q, rope), apply_rope(k, rope)
         else:
             queries, keys, values = self.local_heads
             both, v = qkv.split((queries + keys, values), dim=1)

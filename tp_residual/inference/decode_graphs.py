@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tp_residual.inference.paged_cache import PagedKVCache
-from tp_residual.inference.scheduler import Scheduled
+from tp_residual.inference.scheduler import Scheduled, only_decodes
 from tp_residual.model.attention_backend import HeadGroups, Span, TokenBatch
 from tp_residual.model.decoder import CausalLM
 
@@ -36,9 +36,7 @@ class DecodeGraphs:
 
     def serves(self, parts: Sequence[Scheduled]) -> bool:
         """Whether a step is one token of each sequence, and each gets another. Rope type "dynamic" needs lengths, which are no tensor."""
-        if self._model.config.rope_type == "dynamic":
-            return False
-        return all(len(part.ids) == 1 and part.sequence.needs_token for part in parts)
+        return self._model.config.rope_type != "dynamic" and only_decodes(parts)
 
     def run(self, parts: Sequence[Scheduled], tables: Sequence[list[int]]) -> Float[Tensor, "rows local_vocab"]:
         """The logits of each part's token. Valid until the next step."""

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tp_residual.inference.compiled_cache import CompiledKVCache, Places
-from tp_residual.inference.scheduler import Scheduled
+from tp_residual.inference.scheduler import Scheduled, only_decodes
 from tp_residual.kernels.recording import Program, recording
 from tp_residual.model.attention_backend import Span, TokenBatch
 from tp_residual.model.decoder import CausalLM
@@ -45,7 +45,7 @@ class RecordedDecode:
         transport = self._model.group.transport
         if isinstance(transport, SharedTransport) and not transport.is_usable:
             return False  # a step that runs as always says why
-        return all(len(part.ids) == 1 and part.sequence.needs_token for part in parts)
+        return only_decodes(parts)
 
     def run(self, parts: Sequence[Scheduled], tables: Sequence[list[int]]) -> Float[Tensor, "rows local_vocab"]:
         """The logits of each part's token. Valid until the next step."""

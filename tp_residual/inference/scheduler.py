@@ -6,7 +6,7 @@ fails for want of memory half way.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
@@ -110,6 +110,11 @@ class Scheduled(NamedTuple):
     sequence: Sequence
     context: int
     ids: list[int]
+
+
+def only_decodes(parts: Iterable[Scheduled]) -> bool:
+    """Whether a pass is one token of each sequence, and each gets another: what can be recorded or captured."""
+    return all(len(part.ids) == 1 and part.sequence.needs_token for part in parts)
 
 
 class BlockCopy(NamedTuple):

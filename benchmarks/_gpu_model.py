@@ -15,10 +15,13 @@ from tp_residual.inference.decode_graphs import DecodeGraphs
 from tp_residual.inference.engine import Engine
 from tp_residual.inference.generate import Generation, generate
 from tp_residual.inference.loading import load_model
+from tp_residual.inference.paged_attention import TRIAL_LIMIT, choose_attention, trial_error
 from tp_residual.inference.paged_cache import PagedKVCache
 from tp_residual.inference.request import EngineLimits, GenerationSettings, Request
+from tp_residual.model.attention_backend import HeadGroups
 from tp_residual.parallel.blocks import parameter_blocks
 from tp_residual.parallel.group import TensorParallelGroup
+from tp_residual.parallel.splits import HeadSplit
 
 COMMON = {
     "vocab_size": 101,
@@ -67,6 +70,7 @@ def check_generation(record: Recorder, setting: Setting) -> None:
 def check_decode_graphs(record: Recorder, setting: Setting) -> None:
     folder = _saved(setting.scratch / "llama", CONFIGS["llama"])
     record.check("decode steps of fixed shapes choose the tokens of steps of any shape", captured(folder, setting))
+    record.check("who attends in bf16 is right", attention(record, setting))
 
 
 def check_loading(record: Recorder, setting: Setting) -> None:
@@ -135,6 +139,16 @@ def captured(folder: Path, setting: Setting) -> Iterator[str | None]:
             yield None if graphs.sizes else "no step was of a fixed shape"
     for ours, theirs in zip(*found, strict=True):
         yield differing_ids(ours, theirs)
+
+
+def attention(record: Recorder, setting: Setting) -> Iterator[str | None]:
+    for heads, kv_heads, tp_size in ((32, 8, 1), (9, 3, 2)):
+        groups = HeadGroups(HeadSplit.of(heads, kv_heads, tp_size), 0, setting.device)
+        for head_dim in (64, 128):
+            chosen = choose_attention(groups, head_dim, torch.bfloat16)
+            record.note(f"attention of heads {heads}/{kv_heads} at tp={tp_size}, head_dim={head_dim}: {chosen.name}")
+            error = trial_error(chosen, groups, head_dim, torch.bfloat16)
+            yield None if error < TRIAL_LIMIT else f"{chosen.name}, head_dim={head_dim}: error {error:.2g}"
 
 
 def finite(folder: Path, setting: Setting) -> Iterator[str | None]:

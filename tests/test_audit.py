@@ -12,14 +12,13 @@ import tiny_models
 
 from tp_residual.audit import audit
 from tp_residual.errors import RequestError, SplitError
-from tp_residual.inference.kv_cache import KVCache
 from tp_residual.model.attention_backend import NoCache, TokenBatch
 from tp_residual.model.config import ModelConfig
 from tp_residual.model.decoder import CausalLM
 from tp_residual.model.layout import ModelLayout
 from tp_residual.parallel.blocks import parameter_blocks
 from tp_residual.parallel.group import TensorParallelGroup
-from tp_residual.testing import run_ranks
+from tp_residual.testing import RowCache, run_ranks
 
 # A published 70B shape (Llama 3): 64 query and 8 KV heads, untied.
 LLAMA_70B = {
@@ -54,7 +53,7 @@ def test_the_layout_is_the_built_models(name: str, sequence_parallel: bool) -> N
             assert sorted(built) == sorted(said)
             share = found.ranks[rank]
             assert share.weight_bytes == sum(p.numel() * 4 for p in model.parameters())
-            cache = KVCache(layout, group, rows=1, max_tokens=7, dtype=model.dtype)
+            cache = RowCache(layout, group, rows=1, max_tokens=7, dtype=model.dtype)
             assert share.kv_bytes_per_token * 7 == cache.nbytes
 
 

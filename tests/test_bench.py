@@ -20,7 +20,6 @@ from torch import Tensor
 
 from tp_residual.bench import boundary as boundary_benchmark
 from tp_residual.bench import collectives as collectives_benchmark
-from tp_residual.bench import request as request_module
 from tp_residual.bench.add_norm import measure_add_norm
 from tp_residual.bench.boundary import link_passes, measure_boundary, passes
 from tp_residual.bench.choice import crossovers, dispatch_table
@@ -651,18 +650,6 @@ def test_one_that_cannot_run_is_refused_with_its_reason_by_every_rank() -> None:
 
 def test_the_names_of_executors_are_those_that_are_registered() -> None:
     assert EXECUTORS == tuple(boundaries.EXECUTORS)
-
-
-def test_memory_is_the_containers_where_that_is_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    files = {
-        "/proc/meminfo": {"MemAvailable:": "1000"},
-        "/sys/fs/cgroup/memory.max": {"500000": ""},
-        "/sys/fs/cgroup/memory.stat": {"anon": "100000", "file": "390000"},
-    }
-    monkeypatch.setattr(request_module, "_fields", lambda path: files[path])
-    assert request_module.available_host_bytes() == 400_000
-    files["/sys/fs/cgroup/memory.max"] = {"max": ""}
-    assert request_module.available_host_bytes() == 1_024_000
 
 
 def test_without_compiled_kernels_the_fused_form_says_what_it_is(

@@ -3,11 +3,10 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from tp_residual.cli.cores import Cores, cgroup_quota, choose_cores, name_cores, pin
+from tp_residual.cli.cores import choose_cores, name_cores, pin
 from tp_residual.errors import RequestError
 
 
@@ -54,40 +53,11 @@ def test_more_threads_than_cores_are_refused(requested: int) -> None:
         choose_cores(requested, 0, 1, [0, 1], None)
 
 
-def test_the_quota_is_the_least_of_this_group_and_those_above(tmp_path: Path) -> None:
-    own = tmp_path / "cgroup"
-    own.write_text("0::/a/b\n")
-    inner = tmp_path / "root" / "a" / "b"
-    inner.mkdir(parents=True)
-    assert cgroup_quota(tmp_path / "root", own) is None
-    (inner / "cpu.max").write_text("max 100000\n")
-    assert cgroup_quota(tmp_path / "root", own) is None
-    (inner.parent / "cpu.max").write_text("150000 100000\n")
-    assert cgroup_quota(tmp_path / "root", own) == 1.5
-    (inner / "cpu.max").write_text("50000 100000\n")
-    assert cgroup_quota(tmp_path / "root", own) == 0.5
-
-
-def test_version_1_of_cgroups_is_read_too(tmp_path: Path) -> None:
-    own = tmp_path / "cgroup"
-    own.write_text("5:cpu,cpuacct:/box\n3:memory:/other\n")
-    group = tmp_path / "root" / "cpu" / "box"
-    group.mkdir(parents=True)
-    (group / "cpu.cfs_quota_us").write_text("-1\n")
-    (group / "cpu.cfs_period_us").write_text("100000\n")
-    assert cgroup_quota(tmp_path / "root", own) is None
-    (group / "cpu.cfs_quota_us").write_text("300000\n")
-    assert cgroup_quota(tmp_path / "root", own) == 3.0
-
-
 def test_a_pinned_process_runs_where_it_was_told() -> None:
     core = min(os.sched_getaffinity(0))
-    code = (
-        f"import os; from tp_residual.cli.cores import Cores, pin; pin(Cores(1, ({core},), '')); "
-        "print(os.sched_getaffinity(0))"
-    )
+    code = f"import os; from tp_residual.cli.cores import pin; pin(({core},)); print(os.sched_getaffinity(0))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == f"{{{core}}}"
     before = os.sched_getaffinity(0)
-    pin(Cores(1, (), ""))
+    pin(())
     assert os.sched_getaffinity(0) == before

@@ -10,14 +10,13 @@ from torch import Tensor
 
 from tp_residual.checkpoint.load import load_state_dict_blocks
 from tp_residual.errors import LayoutError
-from tp_residual.inference.kv_cache import KVCache
 from tp_residual.model.attention_backend import NoCache, TokenBatch
 from tp_residual.model.config import ModelConfig
 from tp_residual.model.encoder_decoder import EncoderDecoder
 from tp_residual.parallel.blocks import parameter_blocks
 from tp_residual.parallel.group import TensorParallelGroup
 from tp_residual.residual.config import PRESETS, ResidualConfig
-from tp_residual.testing import assert_equals_twin, expect_collectives, relative_error, run_ranks
+from tp_residual.testing import RowCache, assert_equals_twin, expect_collectives, relative_error, run_ranks
 
 RTOL = 1e-9  # fp64, as for the decoder's variants
 
@@ -121,7 +120,7 @@ def check_decoding(group: TensorParallelGroup) -> None:
     with torch.no_grad():
         expected = logits_of(model)
         memory = model.encode(TokenBatch.prefill(SOURCES)).keep()
-        cache = KVCache(model.layout, group, rows=3, max_tokens=5, dtype=torch.float64)
+        cache = RowCache(model.layout, group, rows=3, max_tokens=5, dtype=torch.float64)
         got, sizes = {}, set()
         for position in range(max(map(len, TARGETS))):
             rows = [row for row, target in enumerate(TARGETS) if position < len(target)]

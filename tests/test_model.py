@@ -17,7 +17,6 @@ from torch import Tensor
 
 from tp_residual.checkpoint.files import CheckpointFiles
 from tp_residual.errors import ConfigError, RequestError
-from tp_residual.inference.kv_cache import KVCache
 from tp_residual.inference.loading import load_model
 from tp_residual.kernels.contract import NormSpec, norm
 from tp_residual.model.attention_backend import NoCache, TokenBatch
@@ -29,7 +28,14 @@ from tp_residual.parallel.group import TensorParallelGroup
 from tp_residual.parallel.partial import Partial
 from tp_residual.parallel.vocabulary import vocab_parallel_argmax
 from tp_residual.residual.boundary import Site
-from tp_residual.testing import expect_collectives, hostile_values, nan_filled_memory, relative_error, run_ranks
+from tp_residual.testing import (
+    RowCache,
+    expect_collectives,
+    hostile_values,
+    nan_filled_memory,
+    relative_error,
+    run_ranks,
+)
 
 TP_SIZES = (1, 2, 3, 4)
 LAYOUTS = list(product(("off", "on"), ("reference", "library")))  # sequence parallelism, boundary
@@ -232,7 +238,7 @@ def check_cached(group: TensorParallelGroup) -> None:
         for sequence_parallel in ("off", "on"):
             model = sharded(config(name), group, weights, dtype=torch.float64, sequence_parallel=sequence_parallel)
             with nan_filled_memory():
-                cache = KVCache(model.layout, group, rows=3, max_tokens=max(lengths), dtype=torch.float64)
+                cache = RowCache(model.layout, group, rows=3, max_tokens=max(lengths), dtype=torch.float64)
                 for parts in mixed_calls(sequences):
                     logits = model.lm_head.gather(model(TokenBatch.of(parts), cache).local_logits)
                     reference = torch.cat([expected[row][context : context + len(ids)] for row, context, ids in parts])

@@ -11,7 +11,6 @@ from tiny_models import config
 
 from tp_residual.errors import RequestError
 from tp_residual.inference import paged_cache
-from tp_residual.inference.kv_cache import KVCache
 from tp_residual.inference.paged_cache import (
     CacheCapacity,
     PagedKVCache,
@@ -24,7 +23,7 @@ from tp_residual.inference.scheduler import BlockCopy
 from tp_residual.model.attention_backend import HeadGroups, TokenBatch
 from tp_residual.model.layout import ModelLayout
 from tp_residual.parallel.group import TensorParallelGroup
-from tp_residual.testing import RanksFailed, run_ranks
+from tp_residual.testing import RanksFailed, RowCache, run_ranks
 
 ONE = TensorParallelGroup.single()
 LAYOUT = ModelLayout.of(config("llama"), 1)
@@ -39,7 +38,7 @@ def values(tokens: int, heads: int, seed: int) -> torch.Tensor:
 def test_attention_is_that_of_contiguous_keys(block_size: int, window: int | None) -> None:
     """Three sequences in pieces, in scattered blocks, one of whose tables is replaced on the way."""
     groups = HeadGroups(LAYOUT.heads, 0, torch.device("cpu"))
-    plain = KVCache(LAYOUT, ONE, rows=3, max_tokens=32, dtype=torch.float32)
+    plain = RowCache(LAYOUT, ONE, rows=3, max_tokens=32, dtype=torch.float32)
     paged = PagedKVCache(LAYOUT, ONE, 40, block_size)
     tables = [[7, 2, 31, 12, 9, 20, 21, 22], [0, 39, 5, 6, 10, 11, 13, 14], [1, 3, 4, 8, 15, 16, 17, 18]]
     passes = [[(0, 0, 5), (1, 0, 1)], [(0, 5, 4), (1, 1, 1), (2, 0, 9)], [(2, 9, 1), (0, 9, 1), (1, 2, 6)], [(1, 8, 1)]]
@@ -128,18 +127,10 @@ def test_memory_that_cannot_be_had_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         paged_cache.make_cache(LAYOUT, ONE, 1 << 45, 16, torch.float32)
 
 
-def test_free_memory_is_divided_and_obeys_a_cgroup(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    whole = free_memory(ONE, 1)
-    assert 0 < whole < 1 << 50 and free_memory(ONE, 4) == pytest.approx(whole / 4, rel=0.2)
-    limit, usage = tmp_path / "memory.max", tmp_path / "memory.current"
-    monkeypatch.setattr(paged_cache, "_cgroup_files", lambda: [(limit, usage)])
-    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 1000\n")
-    usage.write_text("3000\n")
-    for text, expected in (("10000\n", 4000), ("2000\n", 0)):  # half of what is left
-        limit.write_text(text)
-        assert free_memory(ONE, 1) == expected
-    limit.write_text("max\n")
-    assert free_memory(ONE, 1) > 1 << 20
+def test_free_memory_is_a_share_divided_by_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_cache, "available_memory", lambda: 8000)
+    assert free_memory(ONE, 1) == 8000 * paged_cache.CPU_SHARE
+    assert free_memory(ONE, 4) == 2000 * paged_cache.CPU_SHARE
 
 
 def check_agreement(group: TensorParallelGroup, memories: list[int], longest: int | None) -> CacheCapacity:

@@ -13,14 +13,20 @@ from test_backward import block_errors, logits_of
 from tiny_models import prompts, sharded
 
 from tp_residual.errors import ConfigError
-from tp_residual.inference.kv_cache import KVCache
 from tp_residual.model.attention_backend import NoCache, TokenBatch
 from tp_residual.model.config import ModelConfig
 from tp_residual.model.layout import ModelLayout
 from tp_residual.parallel.blocks import parameter_blocks, sync_gradients
 from tp_residual.parallel.group import TensorParallelGroup
 from tp_residual.residual.config import PRESETS, ResidualConfig, plan_layers
-from tp_residual.testing import assert_equals_twin, expect_collectives, hostile_values, relative_error, run_ranks
+from tp_residual.testing import (
+    RowCache,
+    assert_equals_twin,
+    expect_collectives,
+    hostile_values,
+    relative_error,
+    run_ranks,
+)
 
 # fp64 rounding is 1e-16 an operation, through two layers; a fault is a factor of tp, or a missing term, in some block. Softmax and sigmoid
 # of values up to some tens cost two digits.
@@ -84,7 +90,7 @@ def check_inference(model: object, oracle: ResidualOracle) -> None:
         assert relative_error(logits_of(model), expected) < RTOL
         layout = model.layout
         longest = max(map(len, BATCH))
-        cache = KVCache(layout, model.group, rows=len(BATCH), max_tokens=longest, dtype=torch.float64)
+        cache = RowCache(layout, model.group, rows=len(BATCH), max_tokens=longest, dtype=torch.float64)
         parts = {}
         for position in range(longest):
             rows = [row for row, prompt in enumerate(BATCH) if position < len(prompt)]

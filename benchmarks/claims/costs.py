@@ -10,7 +10,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.claims.claim import Bound, Claim, Found
 from benchmarks.claims.workload import GROUP, EqualLengths, decoder, random_batch
 from tp_residual.bench.add_norm import forms
-from tp_residual.inference.kv_cache import KVCache
 from tp_residual.kernels.add_norm import add_norm
 from tp_residual.kernels.contract import AddNormSpec, NormSpec
 from tp_residual.model.attention_backend import AttentionBackend, NoCache, TokenBatch
@@ -19,7 +18,7 @@ from tp_residual.parallel.group import TensorParallelGroup
 from tp_residual.parallel.partial import Partial
 from tp_residual.residual.boundary import Site
 from tp_residual.residual.config import ResidualConfig
-from tp_residual.testing import run_ranks
+from tp_residual.testing import RowCache, run_ranks
 
 LAYERS = 4
 
@@ -120,7 +119,7 @@ def stream_size(broken: bool) -> Found:
         tap = Residuals()
         backend: AttentionBackend
         batch = TokenBatch.of([(0, context, ids[-1:])])
-        backend = KVCache(model.layout, GROUP, rows=1, max_tokens=513 if broken else context + 1, dtype=model.dtype)
+        backend = RowCache(model.layout, GROUP, rows=1, max_tokens=513 if broken else context + 1, dtype=model.dtype)
         with torch.inference_mode():
             model(TokenBatch.prefill([ids[:-1]]), backend)
             if broken:  # without a cache every step is the whole sequence

@@ -10,12 +10,11 @@ from torch import Tensor, nn
 
 from benchmarks.claims.claim import Bound, Claim, Found
 from benchmarks.claims.workload import decoder
-from tp_residual.inference.kv_cache import KVCache
 from tp_residual.model.attention_backend import NoCache, TokenBatch
 from tp_residual.model.decoder import CausalLM
 from tp_residual.parallel.group import TensorParallelGroup
 from tp_residual.parallel.transport import StartsEarly, TorchTransport
-from tp_residual.testing import run_ranks
+from tp_residual.testing import RowCache, run_ranks
 
 LAYERS = 12
 COMPUTE_S = 0.020  # long against what the boundary itself costs, and against the grain of a sleep
@@ -225,8 +224,8 @@ def _decoding(group: TensorParallelGroup, steps: int) -> dict[str, float]:
     return {kind: statistics.median(each[steps // 4 :]) for kind, each in times.items()}
 
 
-def _cache(model: CausalLM, tokens: int) -> KVCache:
-    return KVCache(model.layout, model.group, rows=1, max_tokens=tokens, dtype=model.dtype)
+def _cache(model: CausalLM, tokens: int) -> RowCache:
+    return RowCache(model.layout, model.group, rows=1, max_tokens=tokens, dtype=model.dtype)
 
 
 @torch.inference_mode()

@@ -72,6 +72,9 @@ def load(request: dict[str, Any]) -> tuple[VllmEngine, str, dict[str, str]]:
     groups = [cpus[rank * each : (rank + 1) * each] for rank in range(tp)]
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, group)) for group in groups)
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(request["cache_gib"])
+    if request["max_batch"] > 1:
+        # its scheduler in this process: in one of its own it begins with the first prompt before it has heard of the others
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
 

@@ -1,8 +1,6 @@
 """What a benchmark is asked, checked before torch is imported: sizes, rules of timing, names."""
 
-import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -211,26 +209,6 @@ def require_memory(what: str, needed: int, available: int, holder: str) -> None:
         raise RequestError(
             f"{what} needs at least {needed} bytes and {holder} has {available} available; ask for a smaller one or fewer ranks"
         )
-
-
-def available_host_bytes() -> int:
-    """Of the machine, or of this container where that is less."""
-    machine = int(_fields("/proc/meminfo").get("MemAvailable:", 0)) * 1024 or os.sysconf("SC_PAGE_SIZE") * os.sysconf(
-        "SC_PHYS_PAGES"
-    )
-    limit = next(iter(_fields("/sys/fs/cgroup/memory.max")), "max")
-    # what files occupy there gives way
-    used = int(_fields("/sys/fs/cgroup/memory.stat").get("anon", 0))
-    return min(machine, int(limit) - used) if limit.isdecimal() else machine
-
-
-def _fields(path: str) -> Mapping[str, str]:
-    """First and second word of each line; empty where there is no such file."""
-    try:
-        with open(path) as file:
-            return {words[0]: words[1] if len(words) > 1 else "" for words in map(str.split, file) if words}
-    except OSError:
-        return {}
 
 
 def at_least(option: str, value: int, least: int) -> None:

@@ -19,7 +19,6 @@ from tp_residual.bench.request import (
     Rules,
     ShapesRequest,
     at_least,
-    available_host_bytes,
     one_of,
     parse_list,
     parse_size,
@@ -30,10 +29,11 @@ from tp_residual.cli.bench_model import main as models
 from tp_residual.cli.bench_output import BenchProgress, check_targets, finish
 from tp_residual.cli.bench_peers import main as peers
 from tp_residual.cli.bench_peers import worker as peers_worker
-from tp_residual.cli.cores import threads_per_rank
+from tp_residual.cli.cores import own_cores, pin, threads_per_rank
 from tp_residual.cli.launch import open_group, parse_timeouts, resolve_tp
 from tp_residual.cli.session import become_ranks
 from tp_residual.errors import RequestError, UserError, VerificationFailed
+from tp_residual.machine import available_memory
 from tp_residual.model.config import ModelConfig
 from tp_residual.parallel.splits import check_heads
 
@@ -89,7 +89,7 @@ def prepare(arguments: argparse.Namespace) -> tuple[Any, int]:
         ranks_here = min(local_ranks, tp_size)
         what, needed = request.least_bytes(tp_size)
         on_ranks = f" on each of {ranks_here} ranks" if ranks_here > 1 else ""
-        require_memory(f"{what}{on_ranks}", needed * ranks_here, available_host_bytes(), "this machine")
+        require_memory(f"{what}{on_ranks}", needed * ranks_here, available_memory(), "this machine")
     check_targets(arguments)
     return request, tp_size
 
@@ -150,7 +150,7 @@ def _run(arguments: argparse.Namespace, argv: list[str], rules: Rules, request: 
     """One rank's part."""
     threads, usable = threads_per_rank(arguments.threads), len(os.sched_getaffinity(0))
     if arguments.pin:
-        _pin(threads)
+        pin(own_cores(int(os.environ.get("LOCAL_RANK", "0")), threads, sorted(os.sched_getaffinity(0))))
     import torch
     import torch.distributed as dist
 
@@ -225,10 +225,3 @@ def _compare(arguments: argparse.Namespace) -> None:
                 f"{len(slower)} of {len(comparisons)} rows are slower by more than {arguments.fail_over:g} %; most of all {worst.name}: "
                 f"{worst.regression_percent:.1f} %"
             )
-
-
-def _pin(threads: int) -> None:
-    """This rank's own cores, before any library starts a thread that would inherit the others."""
-    usable = sorted(os.sched_getaffinity(0))
-    first = int(os.environ.get("LOCAL_RANK", "0")) * threads
-    os.sched_setaffinity(0, usable[first : first + threads])

@@ -14,7 +14,6 @@ from tp_residual.bench.request import (
     GenerateRequest,
     Rules,
     at_least,
-    available_host_bytes,
     parse_list,
     require_memory,
 )
@@ -24,6 +23,7 @@ from tp_residual.cli.cores import threads_per_rank
 from tp_residual.cli.launch import under_launcher
 from tp_residual.cli.session import Session, become_ranks, check_session, open_session
 from tp_residual.errors import RequestError, UserError, VerificationFailed
+from tp_residual.machine import available_memory
 from tp_residual.model.config import ModelConfig
 from tp_residual.model.layout import ModelLayout
 from tp_residual.parallel.splits import check_heads
@@ -196,7 +196,7 @@ def _request(arguments: argparse.Namespace, config: ModelConfig, tp_size: int) -
         needed = request.least_bytes(ModelLayout.of(config, tp_size), dtype)
         what = f"--batch {max(request.batches)} --prompt-tokens {max(request.prompts)}"
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", tp_size))
-        require_memory(what, needed * ranks // tp_size, available_host_bytes(), "this machine")
+        require_memory(what, needed * ranks // tp_size, available_memory(), "this machine")
     return request
 
 

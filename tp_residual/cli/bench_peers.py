@@ -19,13 +19,14 @@ from tp_residual.bench.peers_request import (
     parse_names,
     usable_cpus,
 )
-from tp_residual.bench.request import ELEMENT_BYTES, available_host_bytes, parse_list, require_memory
+from tp_residual.bench.request import ELEMENT_BYTES, parse_list, require_memory
 from tp_residual.bench.results import check_plot_target, check_target
 from tp_residual.checkpoint.files import CheckpointFiles
 from tp_residual.cli.cores import threads_per_rank
 from tp_residual.cli.launch import LONGEST_TIMEOUT_S, open_group, parse_timeouts, under_launcher
 from tp_residual.cli.session import become_ranks, parse_weights
 from tp_residual.errors import GenerationError, RequestError, VerificationFailed
+from tp_residual.machine import available_memory
 from tp_residual.model.config import ModelConfig
 from tp_residual.parallel.splits import check_heads
 
@@ -129,7 +130,7 @@ def _prepare(arguments: argparse.Namespace) -> tuple[PeersRequest, ModelConfig, 
     # both sides are loaded at once
     needed = 2 * _cache_bytes(request, config)
     what = f"--batch {max(request.batches)} --prompt-tokens {max(request.prompts)}"
-    require_memory(f"{what} on two sides", needed, available_host_bytes(), "this machine")
+    require_memory(f"{what} on two sides", needed, available_memory(), "this machine")
     for option, path in (("--output", arguments.output), ("--csv", arguments.csv)):
         if path is not None:
             check_target(option, path)

@@ -5,9 +5,9 @@ Imports no torch.
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from tp_residual.errors import RequestError
+from tp_residual.machine import cpu_quota
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,11 @@ def choose_cores(
     source += f", {local_ranks} rank{'' if local_ranks == 1 else 's'} here"
     if threads * local_ranks != len(usable) or granted < len(usable):
         return Cores(threads, (), source)
-    return Cores(threads, tuple(usable[local_rank * threads : (local_rank + 1) * threads]), source)
+    return Cores(threads, own_cores(local_rank, threads, usable), source)
+
+
+def own_cores(local_rank: int, threads: int, usable: list[int]) -> tuple[int, ...]:
+    return tuple(usable[local_rank * threads : (local_rank + 1) * threads])
 
 
 def cores_of_this_rank(requested: int | None) -> Cores:
@@ -54,7 +58,7 @@ def cores_of_this_rank(requested: int | None) -> Cores:
         int(os.environ.get("LOCAL_RANK", "0")),
         int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         sorted(os.sched_getaffinity(0)),
-        cgroup_quota(),
+        cpu_quota(),
     )
 
 
@@ -63,10 +67,10 @@ def threads_per_rank(requested: int | None) -> int:
     return cores_of_this_rank(requested).threads
 
 
-def pin(cores: Cores) -> None:
-    """Before any library has started threads: they inherit it."""
-    if cores.pinned:
-        os.sched_setaffinity(0, cores.pinned)
+def pin(cores: tuple[int, ...]) -> None:
+    """Before any library has started threads: they inherit it. (): leave it to the system."""
+    if cores:
+        os.sched_setaffinity(0, cores)
 
 
 def name_cores(cores: tuple[int, ...]) -> str:
@@ -78,36 +82,3 @@ def name_cores(cores: tuple[int, ...]) -> str:
         else:
             runs.append([core])
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-def cgroup_quota(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float | None:
-    """Cores whose time this process's cgroup and those above it grant, by the least of their limits; None for no limit."""
-    quotas = []
-    for folder in _groups_above(root, own, ""):
-        text = _read(folder / "cpu.max")
-        if text and not text.startswith("max"):
-            quota, period = text.split()
-            quotas.append(int(quota) / int(period))
-    for folder in _groups_above(root / "cpu", own, "cpu"):  # version 1
-        limit, each = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
-        if limit and each and int(limit) > 0:
-            quotas.append(int(limit) / int(each))
-    return min(quotas, default=None)
-
-
-def _groups_above(root: Path, own: Path, controller: str) -> list[Path]:
-    """The folder of this process's group and of each one above it. controller: version 1's; "" for version 2."""
-    path = ""
-    for line in _read(own).splitlines():
-        _, names, place = line.split(":", 2)
-        if controller in names.split(","):
-            path = place.strip("/")
-    folder = root / path
-    return [folder, *(above for above in folder.parents if above == root or root in above.parents)]
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

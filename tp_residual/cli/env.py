@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tp_residual import __version__
+from tp_residual.machine import available_memory, cpu_quota
 
 _PACKAGES = ("torch", "triton", "safetensors", "tokenizers", "transformers", "numpy")
 
@@ -72,15 +73,15 @@ def _cpu_model() -> str:
 
 
 def _quota() -> str:
-    """The cgroup's CPU limit, which the list of usable cores does not show."""
-    quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
-    return f", quota {int(quota) / int(period):g} cores" if quota.isdecimal() and period.isdecimal() else ""
+    """The cgroups' CPU limit, which the list of usable cores does not show."""
+    quota = cpu_quota()
+    return "" if quota is None else f", quota {quota:g} cores"
 
 
 def _memory() -> str:
     fields = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines() if ":" in line)
-    total, free = (int(fields.get(name, "0 kB").split()[0]) / 1e6 for name in ("MemTotal", "MemAvailable"))
-    return f"{total:.1f} GB, {free:.1f} GB available"
+    total = int(fields.get("MemTotal", "0 kB").split()[0]) * 1024
+    return f"{total / 1e9:.1f} GB, {available_memory() / 1e9:.1f} GB available"
 
 
 def _free(path: str) -> str:

@@ -8,13 +8,14 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from tp_residual.bench.request import Rules, available_host_bytes, parse_list, require_memory
+from tp_residual.bench.request import Rules, parse_list, require_memory
 from tp_residual.bench.results import check_plot_target, check_target
 from tp_residual.checkpoint.files import CheckpointFiles
 from tp_residual.cli.cores import threads_per_rank
 from tp_residual.cli.launch import open_group, parse_timeouts, resolve_tp
 from tp_residual.cli.session import become_ranks, parse_weights
 from tp_residual.errors import RequestError, UserError, VerificationFailed
+from tp_residual.machine import available_memory
 from tp_residual.model.config import ModelConfig
 from tp_residual.plan.boundary import Placement
 from tp_residual.plan.estimate import PlanRequest, impossible, plan
@@ -113,7 +114,7 @@ def _check(
     request = PlanRequest((tp_size,), request.tokens, request.batch, request.context, 1, request.dtype)
     if hardware.cores is not None:
         least = request.least_check_bytes(config)
-        require_memory(f"--check with {tp_size} ranks", least, available_host_bytes(), "this machine")
+        require_memory(f"--check with {tp_size} ranks", least, available_memory(), "this machine")
     from tp_residual.plan.result import CheckedPass, write_check
     from tp_residual.plan.tables import print_check
 

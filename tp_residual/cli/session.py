@@ -112,7 +112,7 @@ def open_session(
     all ranks must have alike.
     """
     cores = cores_of_this_rank(arguments.threads)
-    pin(cores)
+    pin(cores.pinned)
     import torch
 
     from tp_residual.cli.report import LoadProgress
@@ -158,8 +158,7 @@ def open_session(
     if inference:
         packing = pack_weights(model, group.device, model.dtype)
         if world.rank == 0:
-            size = f", {packing.nbytes / 1e6:.0f} MB a rank" if packing.nbytes else ""
-            print(f"linears: {packing.form}{size} ({packing.reason})", file=sys.stderr)
+            print(f"linears: {packing}", file=sys.stderr)
     if group.device.type == "cpu":
         shown = world.share("cores", f"rank {world.rank}: {cores}")
         if world.rank == 0:

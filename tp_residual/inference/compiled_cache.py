@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tp_residual.inference.block_tables import BlockTables
 from tp_residual.inference.scheduler import BlockCopy
 from tp_residual.kernels.decoder import append, attend, attention_block
 from tp_residual.kernels.linear import empty_on_huge_pages
@@ -49,8 +50,7 @@ class CompiledKVCache:
             )
             for layer in range(layers)
         ]
-        self._tables = torch.zeros(0, 0, dtype=torch.int32)
-        self._known: list[list[int]] = []  # what each row of _tables was last written from
+        self._tables = BlockTables(num_blocks, group.device)
         self._slots = self._spans = torch.zeros(0, dtype=torch.int64)
 
     @property
@@ -59,15 +59,10 @@ class CompiledKVCache:
 
     def begin(self, tables: Sequence[list[int]], batch: TokenBatch, places: "Places | None" = None) -> None:
         """places: where to put what `append` and `attend` read, for a pass that is recorded on fixed memory."""
-        if len(self._known) < len(tables):
-            self._tables = torch.zeros(len(tables), self.num_blocks, dtype=torch.int32)
-            self._known = [[] for _ in tables]
+        self._tables.update(tables, batch)
         size, slots = self.block_size, list[int]()
         for start, stop, row, context in batch.spans:
             table = tables[row]
-            if self._known[row] is not table:
-                self._tables[row, : len(table)] = torch.tensor(table, dtype=torch.int32)
-                self._known[row] = table
             slots += [table[at // size] * size + at % size for at in range(context, context + stop - start)]
         found = Places(torch.tensor(slots), torch.tensor(batch.spans))
         if places is None:
@@ -94,7 +89,7 @@ class CompiledKVCache:
         groups: HeadGroups,
         window: int | None,
     ) -> Float[Tensor, "tokens local_heads head_dim"]:
-        return attend(q, *self._layers[layer], self._spans, self._tables, groups.ranges, window)
+        return attend(q, *self._layers[layer], self._spans, self._tables.tensor, groups.ranges, window)
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         if copies:

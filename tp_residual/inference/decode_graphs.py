@@ -114,9 +114,7 @@ class _Step:
         v: Float[Tensor, "tokens local_kv_heads head_dim"],
         batch: TokenBatch,
     ) -> None:
-        keys, values = self._cache.kv[layer]
-        keys[self._blocks, :, self._offsets] = k
-        values[self._blocks, :, self._offsets] = v
+        self._cache.write(layer, k, v, self._blocks, self._offsets)
 
     def attend(
         self,

@@ -72,7 +72,7 @@ class LLM:
         self.model.requires_grad_(False).eval()
         packing = pack_weights(self.model, group.device, self.model.dtype)
         if group.rank == 0:
-            logger.info("linears: %s (%s)", packing.form, packing.reason)
+            logger.info("linears: %s", packing)
         self.tokenizer = Tokenizer.from_dir(directory) if Path(directory, "tokenizer.json").exists() else None
         self.engine = Engine(self.model, group, limits, tokenizer=self.tokenizer, check_finite=check_finite)
         self._inboxes: dict[int, deque[TokenEvent]] = {}

@@ -6,19 +6,21 @@ The number of blocks is agreed by all ranks, since each holds its own heads of t
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from tp_residual.errors import RequestError
+from tp_residual.inference.block_tables import BlockTables
 from tp_residual.inference.compiled_cache import CompiledKVCache
+from tp_residual.inference.paged_attention import PagedAttention, PagedPass, SdpaAttention, choose_attention
 from tp_residual.inference.request import EngineLimits, check_limits
 from tp_residual.inference.scheduler import BLOCK_SIZE, BlockCopy, blocks_for
 from tp_residual.kernels.decoder import attention_block
-from tp_residual.model.attention_backend import AttentionBackend, HeadGroups, TokenBatch, attend_sequence
+from tp_residual.machine import available_memory
+from tp_residual.model.attention_backend import AttentionBackend, HeadGroups, TokenBatch
 from tp_residual.model.layout import ModelLayout
 from tp_residual.parallel.group import TensorParallelGroup
 
@@ -47,10 +49,10 @@ class BlockCache(AttentionBackend, Protocol):
 
 
 class PagedKVCache:
-    """In plain torch: `[layers, 2, blocks, local_kv_heads, block_size, head_dim]`, this rank's KV heads.
+    """`[layers, 2, blocks, local_kv_heads, block_size, head_dim]`, this rank's KV heads.
 
-    A sequence's blocks are gathered for its attention, which SDPA computes as it does of contiguous keys: the same bits. Behind the blocks
-    that sequences hold lies one for rows that only fill up a captured step (see `decode_graphs`).
+    attention: who computes it (None: SDPA). Behind the blocks that sequences hold lies one for rows that only fill up a captured step
+    (see `decode_graphs`).
     """
 
     def __init__(
@@ -60,14 +62,15 @@ class PagedKVCache:
         num_blocks: int,
         block_size: int = BLOCK_SIZE,
         dtype: torch.dtype = torch.float32,
+        attention: PagedAttention | None = None,
     ) -> None:
         config = layout.config
         self.num_blocks, self.block_size, self.scratch_block = num_blocks, block_size, num_blocks
         heads = layout.heads.key_value.size(group.rank)
         shape = (config.num_hidden_layers, 2, num_blocks + 1, heads, block_size, config.head_dim)
         self.kv = torch.empty(shape, dtype=dtype, device=group.device)
-        self._tables = torch.zeros(0, 0, dtype=torch.int32, device=group.device)
-        self._known: list[list[int]] = []  # what each row of _tables was last written from
+        self.attention = attention or SdpaAttention()
+        self._tables = BlockTables(num_blocks, group.device)
         self._blocks = self._offsets = torch.zeros(0, dtype=torch.int32, device=group.device)
 
     @property
@@ -75,21 +78,15 @@ class PagedKVCache:
         return self.kv[:, :, : self.num_blocks].numel() * self.kv.element_size()
 
     def begin(self, tables: Sequence[list[int]], batch: TokenBatch) -> None:
-        if len(self._known) < len(tables):
-            self._tables = torch.zeros(len(tables), self.num_blocks, dtype=torch.int32, device=self.kv.device)
-            self._known = [[] for _ in tables]
-        for span in batch.spans:
-            table = tables[span.row]
-            if self._known[span.row] is not table:
-                self._tables[span.row, : len(table)] = torch.tensor(table, dtype=torch.int32)
-                self._known[span.row] = table
+        self._tables.update(tables, batch)
         device = self.kv.device
         rows = torch.tensor([span.row for span in batch.spans], device=device)
         counts = torch.tensor([span.stop - span.start for span in batch.spans], device=device)
         positions = batch.positions
         at = torch.div(positions, self.block_size, rounding_mode="floor")
-        self._blocks = self._tables[rows.repeat_interleave(counts), at].long()
+        self._blocks = self._tables.tensor[rows.repeat_interleave(counts), at].long()
         self._offsets = positions - at * self.block_size
+        self.attention.begin(PagedPass(self._tables.tensor, batch, self.block_size))
 
     def append(
         self,
@@ -98,9 +95,20 @@ class PagedKVCache:
         v: Float[Tensor, "tokens local_kv_heads head_dim"],
         batch: TokenBatch,
     ) -> None:
+        self.write(layer, k, v, self._blocks, self._offsets)
+
+    def write(
+        self,
+        layer: int,
+        k: Float[Tensor, "tokens local_kv_heads head_dim"],
+        v: Float[Tensor, "tokens local_kv_heads head_dim"],
+        blocks: Int[Tensor, " tokens"],
+        offsets: Int[Tensor, " tokens"],
+    ) -> None:
+        """Each token to its place in its block, whoever says which these are."""
         keys, values = self.kv[layer]
-        keys[self._blocks, :, self._offsets] = k
-        values[self._blocks, :, self._offsets] = v
+        keys[blocks, :, offsets] = k
+        values[blocks, :, offsets] = v
 
     def attend(
         self,
@@ -110,35 +118,24 @@ class PagedKVCache:
         groups: HeadGroups,
         window: int | None,
     ) -> Float[Tensor, "tokens local_heads head_dim"]:
-        keys, values = self.kv[layer]
-        parts = []
-        for start, stop, row, context in batch.spans:
-            end = context + stop - start
-            first = 0 if window is None else max(0, context - window + 1) // self.block_size  # older ones nobody sees
-            blocks = self._tables[row, first : blocks_for(end, self.block_size)]
-            length = end - first * self.block_size
-            k, v = self._gather(keys, blocks, length), self._gather(values, blocks, length)
-            parts.append(attend_sequence(q[start:stop], k, v, groups, window))
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+        return self.attention.attend(*self.kv[layer], q, groups, window)
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         if copies:
             source, target = torch.tensor(copies, device=self.kv.device).unbind(1)
             self.kv[:, :, target] = self.kv[:, :, source]
 
-    def _gather(self, kept: Tensor, blocks: Tensor, length: int) -> Tensor:
-        """`[local_kv_heads, length, head_dim]`."""
-        return kept.index_select(0, blocks).transpose(0, 1).flatten(1, 2)[:, :length]
-
 
 def make_cache(
     layout: ModelLayout, group: TensorParallelGroup, num_blocks: int, block_size: int, dtype: torch.dtype
 ) -> BlockCache:
-    """The one place that chooses who keeps the cache: the compiled one on the CPU where it takes such heads in such blocks."""
+    """The one place that chooses who keeps the cache, and who attends: compiled on the CPU where it takes such heads in such blocks."""
     try:
         if group.device.type == "cpu" and attention_block(layout.config.head_dim, dtype) == block_size:
             return CompiledKVCache(layout, group, num_blocks, dtype)
-        return PagedKVCache(layout, group, num_blocks, block_size, dtype)
+        groups = HeadGroups(layout.heads, group.rank, group.device)
+        attention = choose_attention(groups, layout.config.head_dim, dtype)
+        return PagedKVCache(layout, group, num_blocks, block_size, dtype, attention)
     except (RuntimeError, OSError) as error:  # torch's allocators raise nothing narrower
         nbytes = num_blocks * kv_block_bytes(layout, group.rank, block_size, dtype)
         raise RequestError(
@@ -222,36 +219,4 @@ def free_memory(group: TensorParallelGroup, memory_sharers: int | None = None) -
     if memory_sharers is None:
         here = group.processes[group.rank].host if group.processes else ""
         memory_sharers = max(1, sum(process.host == here for process in group.processes))
-    return int(CPU_SHARE * _available_memory() / memory_sharers)
-
-
-def _available_memory() -> int:
-    """The least of what the kernel could give without swapping and what is left of the memory limits of this process's cgroups."""
-    facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(facts["MemAvailable"].split()[0]) * 1024
-    for limit, usage in _cgroup_files():
-        try:
-            left = int(limit.read_text()) - int(usage.read_text()) + _reclaimable(usage.with_name("memory.stat"))
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
-        available = min(available, max(0, left))
-    return available
-
-
-def _reclaimable(statistics: Path) -> int:
-    """Of what a cgroup uses: pages of files that the kernel drops when memory is asked for, as a checkpoint's are once it is read."""
-    facts = dict(line.split() for line in statistics.read_text().splitlines())
-    return int(facts.get("total_inactive_file", facts.get("inactive_file", 0)))
-
-
-def _cgroup_files() -> list[tuple[Path, Path]]:
-    """(limit, usage) of version 2, of this process's group and those above, and of version 1."""
-    root = Path("/sys/fs/cgroup")
-    try:
-        own = Path("/proc/self/cgroup").read_text().strip().splitlines()[-1].rpartition(":")[2].strip("/")
-    except (OSError, IndexError):
-        own = ""
-    folder = root / own
-    folders = [folder, *(above for above in folder.parents if above == root or root in above.parents)]
-    files = [(each / "memory.max", each / "memory.current") for each in folders]
-    return [*files, (root / "memory/memory.limit_in_bytes", root / "memory/memory.usage_in_bytes")]
+    return int(CPU_SHARE * available_memory() / memory_sharers)

@@ -31,6 +31,10 @@ class PackingReport:
     nbytes: int = 0
     extra_bytes: int = 0
 
+    def __str__(self) -> str:
+        size = f", {self.nbytes / 1e6:.0f} MB a rank" if self.nbytes else ""
+        return f"{self.form}{size} ({self.reason})"
+
 
 def pack_weights(model: nn.Module, device: torch.device, dtype: torch.dtype) -> PackingReport:
     """Pack every linear, one after the other, and give each weight's memory back: no more than one is held twice.

@@ -13,7 +13,7 @@ from tp_residual.bench.bandwidth import copy_bandwidth
 from tp_residual.bench.boundary import measure_boundary
 from tp_residual.bench.collectives import measure_collectives, transports
 from tp_residual.bench.machine import flush_bytes, hardware
-from tp_residual.bench.request import CollectivesRequest, ShapesRequest, available_host_bytes
+from tp_residual.bench.request import CollectivesRequest, ShapesRequest
 from tp_residual.bench.timing import Candidate, Clock
 from tp_residual.checkpoint.random_weights import fill_random
 from tp_residual.errors import RequestError
@@ -21,6 +21,7 @@ from tp_residual.inference.engine import Engine
 from tp_residual.inference.paged_cache import make_cache
 from tp_residual.inference.request import EngineLimits, GenerationSettings, Request
 from tp_residual.inference.scheduler import BLOCK_SIZE, blocks_for
+from tp_residual.machine import available_memory
 from tp_residual.model.attention_backend import HeadGroups, TokenBatch
 from tp_residual.model.config import ModelConfig
 from tp_residual.model.decoder import CausalLM
@@ -67,7 +68,7 @@ def measure_hardware(clock: Clock, dtypes: Sequence[str], say: Callable[[str], N
     facts = hardware(group.size * threads)
     gpus = facts["gpus"]
     name = f"{gpus[0] if isinstance(gpus, list) and gpus else facts['cpu']}, tp {group.size}, threads {threads}"
-    device_bytes = available_host_bytes() if on_cpu else torch.cuda.get_device_properties(device).total_memory
+    device_bytes = available_memory() if on_cpu else torch.cuda.get_device_properties(device).total_memory
     found = Hardware(
         name=name,
         source="measured",

@@ -3,6 +3,7 @@
     run_ranks(4, check)                     check(group) on four ranks (in pytest: the fixture `ranks`)
     assert_equals_twin(group, sharded, ...) outputs, input gradients, every block's gradient, norms; in fp64
     expect_collectives(group, all_reduce=2) exactly these collectives happen inside, and no other
+    RowCache(...)                           the simplest KV cache: a model token by token, without an engine
     hostile_values(...), hostile_layouts(x) data and gradients that do not let a fault cancel itself
 
 Names are loaded on first use: pytest imports this package in every run of every project that has it installed, and
@@ -21,11 +22,13 @@ if TYPE_CHECKING:
         nan_filled_memory,
         nan_padded,
     )
+    from tp_residual.testing.row_cache import RowCache
     from tp_residual.testing.runner import RanksFailed, run_ranks, set_preload
     from tp_residual.testing.twin import assert_equals_twin, relative_error
 
 __all__ = [
     "RanksFailed",
+    "RowCache",
     "assert_equals_twin",
     "expect_collectives",
     "hostile_layouts",
@@ -41,6 +44,7 @@ __all__ = [
 _HOME = {
     "expect_collectives": "collectives",
     "RanksFailed": "runner",
+    "RowCache": "row_cache",
     "run_ranks": "runner",
     "set_preload": "runner",
     "assert_equals_twin": "twin",

@@ -176,14 +176,17 @@ class _Rank:
     def report(self) -> None:
         """Ask a rank that does not end what it is doing."""
         with contextlib.suppress(OSError):
-            os.kill(self.process.pid, STACK_SIGNAL)
             self.pipe.send_bytes(b"report")
             if self.pipe.poll(_REPORT_S) and (message := pickle.loads(self.pipe.recv_bytes()))[0] == "record":
                 self.record = message[1]
         self.record = self.record or "does not answer (blocked in native code?)"
+        with contextlib.suppress(OSError):
+            os.kill(
+                self.process.pid, STACK_SIGNAL
+            )  # after the answer: walking the frames of a thread that runs can crash
         size, end = -1, time.monotonic() + _REPORT_S
         while size != (size := len(self.read_stack())) or (not size and time.monotonic() < end):
-            time.sleep(0.05)  # the signal is handled, and the file grows, while the rank answers
+            time.sleep(0.05)  # the file grows while the signal is handled
         self.stack = self.read_stack()
 
     def read_stack(self) -> str:

@@ -1,4 +1,4 @@
-"""The KV cache: one row a sequence, preallocated, only this rank's KV heads."""
+"""The simplest cache there is, to step a model token by token in a test, and to compare other caches with."""
 
 import torch
 from jaxtyping import Float
@@ -9,8 +9,8 @@ from tp_residual.model.layout import ModelLayout
 from tp_residual.parallel.group import TensorParallelGroup
 
 
-class KVCache:
-    """Attention backend over `[rows, local_kv_heads, max_tokens, head_dim]` a layer; nothing is copied when a sequence grows."""
+class RowCache:
+    """Attention backend over `[rows, local_kv_heads, max_tokens, head_dim]` a layer, this rank's KV heads; a span's row is its place."""
 
     def __init__(
         self, layout: ModelLayout, group: TensorParallelGroup, *, rows: int, max_tokens: int, dtype: torch.dtype

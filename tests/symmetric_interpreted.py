@@ -178,7 +178,10 @@ def contract_body(group: TensorParallelGroup, path: str, thorough: bool) -> list
 
 @pytest.mark.parametrize(
     ("world", "thorough"),
-    [(2, False), (4, False), *(pytest.param(world, True, marks=pytest.mark.slow) for world in (2, 3, 4))],
+    [
+        (2, False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((4, False), (2, True), (3, True), (4, True))),
+    ],
 )
 def test_every_form_is_the_contract_bit_for_bit(tmp_path: Path, world: int, thorough: bool) -> None:
     assert run_ranks(world, contract_body, file_for(tmp_path, world), thorough, timeout_s=100) == [[]] * world
@@ -240,6 +243,9 @@ _MUTANTS: dict[str, tuple[tuple[str, str], ...]] = {
 }
 
 
+_QUICK_MUTANTS = ("unchanged", "signal_before_data")
+
+
 def protocol_body(group: TensorParallelGroup, path: str, folder: str, name: str) -> list[int]:
     """Which of a fixed sequence of calls went wrong on this rank. Rank 1 is late to some, rank 0 is held up within others."""
     rank, world = group.rank, group.size
@@ -266,7 +272,10 @@ def protocol_body(group: TensorParallelGroup, path: str, folder: str, name: str)
     return wrong
 
 
-@pytest.mark.parametrize("name", _MUTANTS)
+@pytest.mark.parametrize(
+    "name",
+    [*_QUICK_MUTANTS, *(pytest.param(name, marks=pytest.mark.slow) for name in _MUTANTS if name not in _QUICK_MUTANTS)],
+)
 def test_the_protocol_is_needed(tmp_path: Path, name: str) -> None:
     world = 3 if name == "rank_order_reversed" else 2
     wrong = run_ranks(world, protocol_body, file_for(tmp_path, world), str(tmp_path), name)
@@ -429,5 +438,6 @@ def simulated_body(group: TensorParallelGroup, path: str) -> None:
         assert same_bits(normed[rank][: y.shape[0]], y), form
 
 
+@pytest.mark.slow
 def test_ranks_simulated_in_one_launch(tmp_path: Path) -> None:
     run_ranks(3, simulated_body, file_for(tmp_path, 3))

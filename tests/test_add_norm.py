@@ -385,7 +385,7 @@ def compiled_case(spec: AddNormSpec, weight: Tensor) -> Callable[..., Any]:
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns about its own internals
-@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
+@pytest.mark.parametrize("backend", [pytest.param("inductor", marks=pytest.mark.slow), "aot_eager"])
 def test_a_compiler_keeps_the_bits_and_does_not_recompile(backend: str) -> None:
     spec, weight = SPECS["rms"], random(24, seed=3, dtype=BF16)
     run = compiled_case(spec, weight)

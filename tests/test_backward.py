@@ -77,7 +77,9 @@ def check_equals_twin(group: TensorParallelGroup) -> None:
             assert_equals_twin(group, model, oracle, [BATCH], run=run, run_twin=run_twin, rtol=RTOL)
 
 
-@pytest.mark.parametrize("tp_size", (1, 2, 3, 4))
+@pytest.mark.parametrize(
+    "tp_size", (1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow), 4)
+)
 def test_outputs_gradients_and_norms_equal_the_twin(tp_size: int) -> None:
     run_ranks(tp_size, check_equals_twin)
 
@@ -150,7 +152,7 @@ def check_sync_matters(group: TensorParallelGroup) -> None:
         assert all(key[2] for key in before if key[0].endswith(("q_norm.weight", "k_norm.weight")))
 
 
-@pytest.mark.parametrize("tp_size", (2, 4))
+@pytest.mark.parametrize("tp_size", (2, pytest.param(4, marks=pytest.mark.slow)))
 def test_gradients_declared_partial_are_wrong_until_they_are_summed(tp_size: int) -> None:
     run_ranks(tp_size, check_sync_matters)
 
@@ -230,7 +232,10 @@ def check_adamw(
 
 @pytest.mark.parametrize(
     ("tp_size", "cases"),
-    [(2, [("llama", "off"), ("llama_biased", "on")]), (3, [("qwen3", "off"), ("qwen3", "on"), ("qwen2", "on")])],
+    [
+        (2, [("llama", "off"), ("llama_biased", "on")]),
+        pytest.param(3, [("qwen3", "off"), ("qwen3", "on"), ("qwen2", "on")], marks=pytest.mark.slow),
+    ],
 )
 def test_three_adamw_steps_keep_replicas_equal(tp_size: int, cases: list[tuple[str, str]]) -> None:
     copies: dict[tuple[str, str, tuple[int, int]], list[bytes]] = {}
@@ -267,7 +272,7 @@ def check_frozen(group: TensorParallelGroup, name: str, vocab_size: int = 101) -
                 assert all(block.parameter.grad is None for block in blocks if not block.parameter.requires_grad)
 
 
-@pytest.mark.parametrize("name", ("llama", "qwen3"))
+@pytest.mark.parametrize("name", ("llama", pytest.param("qwen3", marks=pytest.mark.slow)))
 def test_any_parameter_may_be_frozen_alone_or_train_alone(name: str) -> None:
     run_ranks(2, check_frozen, name)
 

@@ -238,7 +238,7 @@ def test_a_thousand_prompts_and_five_kills(tmp_path: Path) -> None:
     killed_and_resumed(tmp_path, 1000, 5)
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("tp_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_prompt_that_never_fits_is_refused_alone(tmp_path: Path, tp_size: int) -> None:
     """Its line says why, the others are answered as if it were not there, and the command fails at the end."""
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -296,6 +296,7 @@ def test_bad_limits_are_refused_in_one_message(case: str) -> None:
     assert run.stderr.count("error: ") == 1 and "Traceback" not in run.stderr
 
 
+@pytest.mark.slow
 def test_the_limits_are_said_and_change_no_text(tmp_path: Path) -> None:
     request = ("generate", "--model", str(cli_model()), "--tp", "2", "--max-new-tokens", "6", "--ignore-eos", "--json")
     prompts = [argument for ids in ("5,6,7,8,9,10,11", "9,30", "4") for argument in ("--prompt-ids", ids)]

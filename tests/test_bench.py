@@ -543,6 +543,7 @@ def test_add_norm_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFi
         assert row["released"] == "alone" and row["ranks"] == 1
 
 
+@pytest.mark.slow
 def test_a_picture_is_what_its_name_says(tmp_path: Path) -> None:
     for name, begins in (("x.svg", b"<?xml"), ("x.PDF", b"%PDF")):
         shape = ("--tokens", "3", "--hidden", "8", "--threads", "1")
@@ -605,6 +606,7 @@ def test_bandwidth_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureF
     )
 
 
+@pytest.mark.slow
 def test_collectives_from_the_command_line(tmp_path: Path) -> None:
     sizes = ("--tp", "2", "--min-bytes", "1K", "--max-bytes", "4K", "--transport", "gloo")
     which = ("--collective", "all_reduce", "--collective", "p2p")
@@ -639,6 +641,7 @@ def test_boundary_from_the_command_line_writes_a_dispatch_table(tmp_path: Path) 
             "ranges": [{"up_to_bytes": None, "executor": "reference"}]} in written["table"]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_one_that_cannot_run_is_refused_with_its_reason_by_every_rank() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tp_residual", "bench", "collectives", "--tp", "2", "--transport", "nccl"],

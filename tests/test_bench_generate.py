@@ -233,7 +233,7 @@ def check_generate(group: TensorParallelGroup, sequence_parallel: str) -> tuple[
     return measure_generate(Clock(group, QUICK), engine, request(prompts=(5, 17)), silent)
 
 
-@pytest.mark.parametrize("sequence_parallel", ["off", "on"])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param("off", marks=pytest.mark.slow), "on"])
 def test_every_batch_has_a_row_of_prefill_and_one_of_decode(sequence_parallel: str, tmp_path: Path) -> None:
     (rows, notes), other = run_ranks(2, check_generate, sequence_parallel)
     assert other == (rows, notes)
@@ -461,6 +461,7 @@ def check_gemm(group: TensorParallelGroup) -> tuple[Any, Any, dict[str, tuple[in
     return *measure_gemm(Clock(group, QUICK), asked, silent), local_shapes(asked.config, 2, group.rank)
 
 
+@pytest.mark.slow
 def test_every_linear_is_measured_as_its_fullest_rank_has_it() -> None:
     (rows, notes, first), (others, _, second) = run_ranks(2, check_gemm)
     assert rows == others and not notes
@@ -620,7 +621,9 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("question", ["generate", "gemm", "memory", pytest.param("scaling", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "question", ["generate", *(pytest.param(each, marks=pytest.mark.slow) for each in ("gemm", "memory", "scaling"))]
+)
 def test_a_command_writes_what_it_prints(question: str, model_dir: Path, tmp_path: Path) -> None:
     output, rows_file, picture = (str(tmp_path / name) for name in ("r.json", "r.csv", "r.png"))
     weights = () if question == "gemm" else ("--weights", "random:3")

@@ -260,7 +260,10 @@ def gradient_body(group: TensorParallelGroup, choice: str, sequence_parallel: bo
     )  # random projections: each entry costs a collective
 
 
-@pytest.mark.parametrize(("size", "choice"), [(1, "reference"), (2, "reference"), (2, "library"), (3, "reference")])
+@pytest.mark.parametrize(
+    ("size", "choice"),
+    [(1, "reference"), (2, "reference"), (2, "library"), pytest.param(3, "reference", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_first_and_second_derivatives(size: int, sequence_parallel: bool, choice: str) -> None:
     run_ranks(size, gradient_body, choice, sequence_parallel, timeout_s=120)

@@ -111,7 +111,7 @@ def test_ranks_end_with_a_killed_launcher() -> None:
     assert "ended by SIGTERM" in process.communicate(timeout=20)[1]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_rank_is_named_by_the_others(victim: int) -> None:
     process, ranks = long_run()
     began = time.monotonic()
@@ -131,9 +131,13 @@ def test_a_killed_rank_is_named_by_the_others(victim: int) -> None:
 @pytest.mark.parametrize(
     ("phase", "where"),
     [
-        ("import", "starting, no collective yet"),
+        pytest.param("import", "starting, no collective yet", marks=pytest.mark.slow),
         ("load", "waiting for every rank's 'loaded', after no collective yet|last completed #|no collective yet"),
-        ("prefill", r"#\d+ all_reduce tag='model.layers.1.(input|post_attention)_layernorm' shape=\[3, \d+\]"),
+        pytest.param(
+            "prefill",
+            r"#\d+ all_reduce tag='model.layers.1.(input|post_attention)_layernorm' shape=\[3, \d+\]",
+            marks=pytest.mark.slow,
+        ),
         ("decode", r"#\d+ all_reduce tag='model.layers.1.(input|post_attention)_layernorm' shape=\[1, \d+\]"),
     ],
 )
@@ -165,7 +169,7 @@ def own_launcher(*options: str) -> tuple[subprocess.Popen[str], list[int]]:
     return process, sorted(children(process.pid))
 
 
-@pytest.mark.parametrize("to", ["terminal", "launcher"])
+@pytest.mark.parametrize("to", ["terminal", pytest.param("launcher", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("after", ["start", "first token"])
 def test_ctrl_c_ends_everything_in_three_seconds(to: str, after: str) -> None:
     process, ranks = own_launcher("--max-new-tokens", "60")
@@ -185,6 +189,7 @@ def test_ctrl_c_ends_everything_in_three_seconds(to: str, after: str) -> None:
     assert len(ranks) == 2 and gone_within(ranks, 1)
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_finished_answers_and_resume_completes_them(tmp_path: Path) -> None:
     prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     prompts.write_text("".join(json.dumps({"prompt_ids": [3 + i, 7]}) + "\n" for i in range(12)))
@@ -209,7 +214,7 @@ def test_ctrl_c_keeps_finished_answers_and_resume_completes_them(tmp_path: Path)
     assert sorted(json.loads(line)["index"] for line in lines) == list(range(12))
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_our_launcher_names_a_killed_rank_and_ends_the_others(victim: int) -> None:
     process, ranks = own_launcher("--max-new-tokens", "60")
     assert process.stdout is not None

@@ -86,7 +86,7 @@ def check_bits(group: TensorParallelGroup, name: str, dtype: torch.dtype, sequen
         (1, "qwen3", BF16, "off"),
         (2, "llama", BF16, "off"),
         (2, "qwen2", F32, "on"),
-        (3, "llama", F32, "off"),
+        pytest.param(3, "llama", F32, "off", marks=pytest.mark.slow),
         (3, "mistral", BF16, "on"),
     ],
 )

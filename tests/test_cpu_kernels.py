@@ -517,6 +517,7 @@ def test_the_portable_code_has_the_same_bits(tmp_path: Path, monkeypatch: pytest
     assert calls
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="x86's own code")
 def test_it_compiles_for_avx512_without_fused_multiply_adds(tmp_path: Path) -> None:
     library = compiled(tmp_path, "c++", "-march=x86-64-v4", *STRICT)
@@ -525,6 +526,7 @@ def test_it_compiles_for_avx512_without_fused_multiply_adds(tmp_path: Path) -> N
     assert "vaddps %zmm" in " ".join(code.split())
 
 
+@pytest.mark.slow
 def test_it_compiles_for_aarch64_without_fused_multiply_adds(tmp_path: Path) -> None:
     if platform.machine() == "aarch64":
         pytest.skip("this machine is one: the other tests run the code")

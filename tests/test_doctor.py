@@ -49,6 +49,7 @@ def test_every_healthy_variant_passes(name: str, tp_size: int) -> None:
     run_ranks(tp_size, check_healthy, [name], timeout_s=240)
 
 
+@pytest.mark.slow
 def test_healthy_in_lower_precision() -> None:
     run_ranks(2, check_healthy, ["pre", "sandwich", "highway"], (torch.float32, torch.bfloat16), timeout_s=120)
 
@@ -79,6 +80,7 @@ def test_faults_are_named() -> None:
     run_ranks(2, check_fault, names, ("off",), checked=False, timeout_s=240)
 
 
+@pytest.mark.slow
 def test_faults_of_a_token_sharded_stream_are_named() -> None:
     names = [*SEQUENCE_PARALLEL_ONLY, "missing reduction", "mis-based", "skip missing", "skip detached"]
     run_ranks(3, check_fault, names, ("on",), checked=False, timeout_s=240)

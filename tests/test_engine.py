@@ -96,7 +96,7 @@ def test_a_prompt_is_not_cut_where_its_rotation_follows_from_its_length() -> Non
         pytest.param(1, "qwen2", "off", marks=pytest.mark.slow),
         (2, "llama", "on"),
         pytest.param(2, "mistral", "off", marks=pytest.mark.slow),
-        (3, "llama", "off"),
+        pytest.param(3, "llama", "off", marks=pytest.mark.slow),
     ],
 )
 def test_greedy_tokens_are_the_same_alone_in_a_crowd_and_in_pieces(
@@ -176,7 +176,9 @@ def check_mixed(group: TensorParallelGroup, seqs: int, tokens: int) -> list[list
     return tokens_of
 
 
-@pytest.mark.parametrize(("tp_size", "seqs", "tokens"), [(1, 20, 200), (2, 4, 6), (3, 20, 20)])
+@pytest.mark.parametrize(
+    ("tp_size", "seqs", "tokens"), [(1, 20, 200), (2, 4, 6), pytest.param(3, 20, 20, marks=pytest.mark.slow)]
+)
 def test_settings_may_differ_in_one_pass(tp_size: int, seqs: int, tokens: int) -> None:
     shares = run_ranks(tp_size, check_mixed, seqs, tokens)
     assert all(share == shares[0] for share in shares)

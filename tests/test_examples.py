@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from test_generate import cli_model
 
 ROOT = Path(__file__).parents[1]
@@ -24,6 +25,7 @@ def test_a_layer_of_ones_own_is_proven_as_readme_shows() -> None:
     assert [line.partition(":")[0] for line in out.splitlines()] == ["tp=1", "tp=2", "tp=3", "tp=4"]
 
 
+@pytest.mark.slow
 def test_the_failures_that_the_docs_show() -> None:
     said = {scene: run("examples/failures.py", scene).splitlines() for scene in ("kill", "skip", "mismatch")}
     assert "waiting in #2 all_reduce tag='layer 1' shape=[4] dtype=float32, gave up:" in said["kill"][0]

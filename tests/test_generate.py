@@ -76,7 +76,9 @@ def check_tokens(group: TensorParallelGroup, expected: dict[str, tuple[str, list
     return tokens
 
 
-@pytest.mark.parametrize("tp_size", (1, 2, 3, 4))
+@pytest.mark.parametrize(
+    "tp_size", (1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow), 4)
+)
 def test_greedy_tokens_equal_transformers(tp_size: int) -> None:
     expected = {name: (str(tiny_models.saved(name)), [greedy(name, prompt) for prompt in PROMPTS]) for name in MODELS}
     assert all(len(set(tokens)) > 4 for _, texts in expected.values() for tokens in texts), (
@@ -428,7 +430,12 @@ def test_bad_directories_are_refused_in_one_message() -> None:
     ("ranks", "arguments", "message"),
     [
         (2, ("--tp", "3"), "the launcher's world size 2 is no multiple of --tp 3; use 1, 2"),
-        (2, ("--device", "cuda"), "local ranks=2 is more than visible GPUs=0; use --device cpu"),
+        pytest.param(
+            2,
+            ("--device", "cuda"),
+            "local ranks=2 is more than visible GPUs=0; use --device cpu",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_every_rank_refuses_and_the_launcher_fails(ranks: int, arguments: tuple[str, ...], message: str) -> None:

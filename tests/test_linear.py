@@ -333,7 +333,9 @@ def check_argmax(group, vocab_size):
         assert ids.dtype == torch.int64 and torch.equal(ids, lowest.view(-1)), (name, ids, lowest)
 
 
-@pytest.mark.parametrize(("tp_size", "vocab_size"), [(1, 101), (3, 101), (8, 101), (8, 10), (8, 5)])
+@pytest.mark.parametrize(
+    ("tp_size", "vocab_size"), [(1, 101), (3, 101), pytest.param(8, 101, marks=pytest.mark.slow), (8, 10), (8, 5)]
+)
 def test_argmax_is_the_lowest_of_the_largest(ranks, tp_size, vocab_size):
     ranks(tp_size, check_argmax, vocab_size)
 

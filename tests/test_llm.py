@@ -76,7 +76,7 @@ def check_llm(group: TensorParallelGroup, directory: str) -> list[Any]:
     return [(result.text, result.token_ids) for result in results]
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("tp_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_texts_whole_streamed_and_left(tp_size: int) -> None:
     shares = run_ranks(tp_size, check_llm, str(cli_model()))
     assert all(share == shares[0] for share in shares)

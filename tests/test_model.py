@@ -198,7 +198,10 @@ def check_vocabulary(group: TensorParallelGroup, vocab_size: int) -> None:
             model(TokenBatch.prefill([[vocab_size]]), NoCache())
 
 
-@pytest.mark.parametrize(("tp_size", "vocab_size"), [(5, 101), (8, 101), (8, 10), (4, 3)])
+@pytest.mark.parametrize(
+    ("tp_size", "vocab_size"),
+    [pytest.param(5, 101, marks=pytest.mark.slow), pytest.param(8, 101, marks=pytest.mark.slow), (8, 10), (4, 3)],
+)
 def test_any_vocabulary_at_any_size(tp_size: int, vocab_size: int) -> None:
     run_ranks(tp_size, check_vocabulary, vocab_size)
 
@@ -245,7 +248,7 @@ def check_cached(group: TensorParallelGroup) -> None:
                     assert relative_error(logits, reference) < FP64, (name, sequence_parallel, parts)
 
 
-@pytest.mark.parametrize("tp_size", (1, 2, 4))
+@pytest.mark.parametrize("tp_size", (1, pytest.param(2, marks=pytest.mark.slow), 4))
 def test_cached_chunks_and_mixed_batches_equal_the_full_forward(tp_size: int) -> None:
     run_ranks(tp_size, check_cached)
 
@@ -330,7 +333,7 @@ def check_bf16(group: TensorParallelGroup) -> None:
                     assert error == 0, (name, what)  # the embedding in an fp32 stream: a copy
 
 
-@pytest.mark.parametrize("tp_size", (2, 3, 4))
+@pytest.mark.parametrize("tp_size", (2, pytest.param(3, marks=pytest.mark.slow), 4))
 def test_bf16_weights_lose_no_more_than_unsharded_ones(tp_size: int) -> None:
     run_ranks(tp_size, check_bf16)
 
@@ -398,7 +401,9 @@ def check_share(group: TensorParallelGroup, directory: Path, name: str, dtype: t
     }
 
 
-@pytest.mark.parametrize("tp_size", TP_SIZES)
+@pytest.mark.parametrize(
+    "tp_size", (pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow), 4)
+)
 @pytest.mark.parametrize(
     ("name", "dtype", "max_shard_size"),
     [*((name, torch.float32, "50GB") for name in MODELS), ("qwen3", torch.bfloat16, "20KB")],

@@ -298,6 +298,7 @@ def gone(pids: list[int], seconds: float) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_a_killed_agent_ends_the_other_with_a_message(tmp_path: Path) -> None:
     command, out = long_run(tmp_path)
     with agents(f"127.0.0.1:{free_port()}", *command) as two:
@@ -351,6 +352,7 @@ def in_namespaces(names: tuple[str, str]) -> tuple[tuple[str, ...], ...]:
     return tuple(("ip", "netns", "exec", name) for name in names)
 
 
+@pytest.mark.slow
 def test_two_hosts_answer_as_one_process() -> None:
     """The machine where they meet is the second: rank 0 is on the first by its address all the same."""
     with two_hosts() as names, agents("10.77.0.2:29500", *greedy(), hosts=in_namespaces(names)) as two:

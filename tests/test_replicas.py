@@ -71,7 +71,7 @@ def check_sharing(
     return taken, written
 
 
-@pytest.mark.parametrize(("ranks", "tp_size"), [(3, 1), (4, 2)])
+@pytest.mark.parametrize(("ranks", "tp_size"), [pytest.param(3, 1, marks=pytest.mark.slow), (4, 2)])
 def test_every_place_is_worked_on_once_by_whoever_is_free(ranks: int, tp_size: int) -> None:
     results = run_ranks(ranks, check_sharing, tp_size, 23, 2)
     taken = [places for places, _ in results]
@@ -140,7 +140,7 @@ def check_dead(world: TensorParallelGroup, victim: int) -> None:
         work_for_ever(work)
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_dead_rank_is_named_by_the_other_replicas(victim: int) -> None:
     began = time.monotonic()
     with pytest.raises(RanksFailed) as failure:
@@ -325,6 +325,7 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@pytest.mark.slow
 def test_a_killed_replica_ends_the_run_and_a_resumed_one_answers_the_rest(tmp_path: Path) -> None:
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt_ids": [5, 6, 7]}\n' * 60)
@@ -358,6 +359,7 @@ def test_a_killed_replica_ends_the_run_and_a_resumed_one_answers_the_rest(tmp_pa
     assert len({tuple(answer["token_ids"]) for answer in answers}) == 1, "sixty times the same prompt, greedily"
 
 
+@pytest.mark.slow
 def test_scores_and_perplexity_do_not_depend_on_the_replicas(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -115,7 +115,10 @@ REDUCED = [
 ]
 
 
-@pytest.mark.parametrize(("tp_size", "names"), [(2, REDUCED), (3, ["post", "projection", "gate_lowrank"])])
+@pytest.mark.parametrize(
+    ("tp_size", "names"),
+    [(2, REDUCED), pytest.param(3, ["post", "projection", "gate_lowrank"], marks=pytest.mark.slow)],
+)
 def test_variants_equal_their_equations(tp_size: int, names: list[str]) -> None:
     run_ranks(tp_size, check_variant, names, timeout_s=240)
 

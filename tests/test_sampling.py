@@ -228,7 +228,15 @@ def check_frequencies(group: TensorParallelGroup, values: dict[str, Any]) -> lis
     return sampler.choose(local, [Draw(settings, 0, 0, 0, position) for position in range(DRAWS)], 0)[0]
 
 
-@pytest.mark.parametrize("values", ({}, {"top_k": 12}, {"top_p": 0.8}, {"min_p": 0.1}))
+@pytest.mark.parametrize(
+    "values",
+    (
+        {},
+        pytest.param({"top_k": 12}, marks=pytest.mark.slow),
+        {"top_p": 0.8},
+        pytest.param({"min_p": 0.1}, marks=pytest.mark.slow),
+    ),
+)
 def test_frequencies_are_those_of_the_distribution(values: dict[str, Any]) -> None:
     x = transformers_filters((rows_of_logits(VOCABULARY)[:1] / 2).clone(), [[1]], values)
     expected = DRAWS * x[0].double().softmax(-1)
@@ -274,7 +282,10 @@ def check_sampled(group: TensorParallelGroup, sequence_parallel: str) -> list[li
     return [result.token_ids for result in together]
 
 
-@pytest.mark.parametrize(("tp_size", "sequence_parallel"), [(1, "off"), (2, "on"), (3, "off"), (4, "off")])
+@pytest.mark.parametrize(
+    ("tp_size", "sequence_parallel"),
+    [(1, "off"), (2, "on"), pytest.param(3, "off", marks=pytest.mark.slow), (4, "off")],
+)
 def test_sampled_text_is_the_same_on_any_ranks_and_in_any_batch(tp_size: int, sequence_parallel: str) -> None:
     shares = run_ranks(tp_size, check_sampled, sequence_parallel)
     assert all(share == shares[0] for share in shares)

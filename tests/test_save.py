@@ -250,7 +250,9 @@ def check_whole_in_shards(group: TensorParallelGroup, out: Path, name: str, tran
     store("whole", out / "many", model, optimizer, max_shard_bytes=20_000, files={"note.txt": "by hand"})
 
 
-@pytest.mark.parametrize(("name", "transport"), [("qwen3", "torch"), ("llama_biased", "shared")])
+@pytest.mark.parametrize(
+    ("name", "transport"), [pytest.param("qwen3", "torch", marks=pytest.mark.slow), ("llama_biased", "shared")]
+)
 def test_a_whole_save_is_a_model_directory(tmp_path: Path, name: str, transport: str) -> None:
     from transformers import AutoModelForCausalLM
 

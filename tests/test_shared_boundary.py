@@ -100,7 +100,7 @@ def check_sizes(group, hidden_sizes, tokens):
                 same(request, split, operands(group, split, hidden), label=hidden)
 
 
-@pytest.mark.parametrize("tp_size", [2, 3, 4])
+@pytest.mark.parametrize("tp_size", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_every_hidden_size_and_token_count_gives_the_bits_of_reference(ranks, tp_size):
     ranks(tp_size, check_sizes, HIDDEN_SIZES, TOKENS, checked=False)
 
@@ -156,7 +156,7 @@ def check_requests(group):
                     same(owner.request(has_residual, 1, norm, result), split, given)
 
 
-@pytest.mark.parametrize("tp_size", [2, 3])
+@pytest.mark.parametrize("tp_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_everything_that_a_request_may_ask(ranks, tp_size):
     ranks(tp_size, check_requests, checked=False)
 

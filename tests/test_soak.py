@@ -38,6 +38,7 @@ def model_dir(folder: Path) -> str:
     return str(folder)
 
 
+@pytest.mark.slow
 def test_a_short_run_ends_everything_it_began(tmp_path: Path) -> None:
     ranks = run_ranks(2, soak, model_dir(tmp_path), 0.1, 0, True, checked=False, transport="shared")
     for each in ranks:

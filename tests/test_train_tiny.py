@@ -83,6 +83,7 @@ def check_curves(world: TensorParallelGroup, folder: Path) -> dict[str, list[flo
     return curves
 
 
+@pytest.mark.slow
 def test_curves_are_the_same_at_any_tp_and_when_resumed(tmp_path: Path) -> None:
     by_rank = run_ranks(4, check_curves, tmp_path, checked=False)
     curves = by_rank[0]

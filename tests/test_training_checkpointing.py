@@ -221,7 +221,7 @@ def check_bytes_per_layer(group: TensorParallelGroup) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("tp_size", (2, 4))
+@pytest.mark.parametrize("tp_size", (2, pytest.param(4, marks=pytest.mark.slow)))
 def test_bytes_that_a_layer_keeps(tp_size: int) -> None:
     """Exactly: of a boundary the new residual, in its layout, and the normed value once, as a matrix product's input. The rest is split.
 

@@ -134,7 +134,7 @@ def check_right(group: TensorParallelGroup) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("tp_size", (1, 2, 3, 4))
+@pytest.mark.parametrize("tp_size", (1, 2, pytest.param(3, marks=pytest.mark.slow), 4))
 def test_right_models_pass(tp_size: int) -> None:
     assert run_ranks(tp_size, check_right, timeout_s=100) == [[]] * tp_size
 
@@ -221,7 +221,12 @@ def check_faults(group: TensorParallelGroup, dtype: torch.dtype, layers: list[in
 
 
 @pytest.mark.parametrize(
-    ("tp_size", "dtype", "layers"), [(2, torch.float32, [0, 1]), (3, torch.float32, [0, 1]), (2, torch.bfloat16, [1])]
+    ("tp_size", "dtype", "layers"),
+    [
+        (2, torch.float32, [0, 1]),
+        pytest.param(3, torch.float32, [0, 1], marks=pytest.mark.slow),
+        pytest.param(2, torch.bfloat16, [1], marks=pytest.mark.slow),
+    ],
 )
 def test_each_fault_is_detected_and_named(tp_size: int, dtype: torch.dtype, layers: list[int]) -> None:
     assert run_ranks(tp_size, check_faults, dtype, layers, timeout_s=110) == [[]] * tp_size
@@ -399,7 +404,7 @@ def check_backward(group: TensorParallelGroup) -> None:
             assert all(p.grad is None and not p.requires_grad for p in model.parameters())
 
 
-@pytest.mark.parametrize("tp_size", (1, 2, 3))
+@pytest.mark.parametrize("tp_size", (1, 2, pytest.param(3, marks=pytest.mark.slow)))
 def test_right_gradients_pass(tp_size: int) -> None:
     run_ranks(tp_size, check_backward)
 

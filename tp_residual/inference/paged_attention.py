@@ -156,7 +156,7 @@ def choose_attention(groups: HeadGroups, head_dim: int, dtype: torch.dtype) -> P
     device = groups.kv_of_query.device
     if device.type != "cuda":
         return SdpaAttention()
-    refusals = []
+    refusals: list[str] = []
     for make in (_flashinfer, _varlen):
         try:
             attention = make(device, dtype, head_dim)

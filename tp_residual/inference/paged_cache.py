@@ -118,7 +118,8 @@ class PagedKVCache:
         groups: HeadGroups,
         window: int | None,
     ) -> Float[Tensor, "tokens local_heads head_dim"]:
-        return self.attention.attend(*self.kv[layer], q, groups, window)
+        keys, values = self.kv[layer]
+        return self.attention.attend(keys, values, q, groups, window)
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         if copies:

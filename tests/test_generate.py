@@ -186,7 +186,7 @@ REFUSED = [
         {},
         "prompt 0 has 60 tokens and max_new_tokens=5: 65 exceeds max_position_embeddings=64; .* at most 4 new tokens",
     ),
-    ([[1] * 70], {}, "at most 0 new tokens"),
+    ([[1] * 70], {}, "shorten the prompt to fewer than 64 tokens"),
     ([[1], [3, 101]], {}, "prompt 1 has token id 101, outside the vocabulary of 101 ids; use 0 to 100"),
     ([[5, -1]], {}, "prompt 0 has token id -1"),
     ([[1]], {"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),

@@ -170,7 +170,7 @@ def test_more_samples_than_rows_come_one_group_after_another() -> None:
             40,
             "50 tokens of prompt and max_new_tokens=11: 61 exceeds max_model_len=60; .* at most 10 new tokens",
         ),
-        (70, 1, 40, "at most 0 new tokens"),
+        (70, 1, 40, "shorten the prompt to fewer than 60 tokens"),
         (30, 12, 10, "need 11 blocks of 4 tokens, and the KV cache has 10"),
     ],
 )

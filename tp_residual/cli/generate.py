@@ -353,7 +353,7 @@ def parse_limits(arguments: argparse.Namespace, config: ModelConfig) -> EngineLi
     limits = EngineLimits(
         max_model_len=None if length == "auto" else int(length),
         kv_memory=None if arguments.kv_memory is None else parse_size("--kv-memory", arguments.kv_memory),
-        max_num_seqs=min(DEFAULT_MAX_NUM_SEQS, tokens or DEFAULT_MAX_NUM_SEQS) if seqs is None else seqs,
+        max_num_seqs=min(DEFAULT_MAX_NUM_SEQS, max(tokens or DEFAULT_MAX_NUM_SEQS, 1)) if seqs is None else seqs,
         max_batched_tokens=max(DEFAULT_MAX_BATCHED_TOKENS, seqs or 0) if tokens is None else tokens,
     )
     check_limits(limits, config)

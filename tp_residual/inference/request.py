@@ -155,6 +155,7 @@ class GenerationSettings:
 
 
 DEFAULT_MAX_NUM_SEQS = 32
+MOST_SEQS = 4096  # each has a row of every table, whether it runs or not
 DEFAULT_MAX_BATCHED_TOKENS = 1024
 
 
@@ -180,6 +181,11 @@ class EngineLimits:
                 continue
             if not is_integer(value) or value < 1:
                 raise RequestError(f"{name}={value!r} must be a whole number of at least 1")
+        if self.max_num_seqs > MOST_SEQS:
+            raise RequestError(
+                f"max_num_seqs={self.max_num_seqs} is more than the {MOST_SEQS} sequences that may run at once; use 1 to {MOST_SEQS}: "
+                "others wait their turn"
+            )
         if self.max_batched_tokens < self.max_num_seqs:
             raise RequestError(
                 f"max_batched_tokens={self.max_batched_tokens} is less than max_num_seqs={self.max_num_seqs}, and a pass has one of each "
@@ -212,6 +218,14 @@ class ScoreRequest:
     completion_ids: Sequence[int]
     count: int = 0
     index: int = 0
+
+
+def shorter(prompt_tokens: int, longest: int) -> str:
+    """The way out for a sequence of more than `longest` tokens."""
+    room = longest - prompt_tokens
+    if room > 0:
+        return f"shorten the prompt or ask for at most {room} new token{'' if room == 1 else 's'}"
+    return f"shorten the prompt to fewer than {longest} tokens"
 
 
 def check_against_vocabulary(config: ModelConfig, settings: GenerationSettings) -> None:
@@ -264,7 +278,7 @@ def check_prompts_fit(
         if needed > longest and max_new_tokens:
             raise RequestError(
                 f"prompt {index} has {len(prompt)} tokens and max_new_tokens={max_new_tokens}: {needed} exceeds "
-                f"{config.length_limit}; shorten the prompt or ask for at most {max(longest - len(prompt), 0)} new tokens"
+                f"{config.length_limit}; {shorter(len(prompt), longest)}"
             )
         if needed > longest:
             raise RequestError(f"sequence {index} has {needed} tokens, more than {config.length_limit}; shorten it")

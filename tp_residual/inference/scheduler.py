@@ -12,6 +12,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from tp_residual.errors import RequestError
+from tp_residual.inference.request import shorter
 
 BLOCK_SIZE = 16  # tokens; a larger block wastes more at a sequence's end, a smaller one makes tables longer
 
@@ -38,7 +39,7 @@ def check_length(prompt_tokens: int, max_new_tokens: int, max_model_len: int) ->
     if needed > max_model_len:
         raise RequestError(
             f"{prompt_tokens} tokens of prompt and max_new_tokens={max_new_tokens}: {needed} exceeds max_model_len={max_model_len}; "
-            f"shorten the prompt or ask for at most {max(max_model_len - prompt_tokens, 0)} new tokens"
+            f"{shorter(prompt_tokens, max_model_len)}"
         )
 
 

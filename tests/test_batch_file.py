@@ -282,6 +282,7 @@ LIMITS = {
     ),
     "no sequence": (("--max-num-seqs", "0"), "max_num_seqs=0 must be a whole number of at least 1"),
     "no tokens": (("--max-batched-tokens", "-4"), "max_batched_tokens=-4 must be a whole number of at least 1"),
+    "no folder for traces": (("--profile", "/dev/null"), "--profile /dev/null cannot be a folder for traces: "),
     "more than anybody runs": (("--max-num-seqs", "4097"), "max_num_seqs=4097 is more than the 4096 sequences"),
     "more sequences than tokens": (("--max-num-seqs", "9", "--max-batched-tokens", "8"), "is less than max_num_seqs=9"),
     "a prompt beyond the limit": (("--max-model-len", "5"), "exceeds max_model_len=5; shorten the prompt"),

@@ -82,6 +82,7 @@ BAD = {
     "bandwidth --plot x.jpg": "--plot x.jpg does not end in one of .png, .pdf, .svg",
     "bandwidth --plot x": "--plot x does not end in one of .png, .pdf, .svg",
     "boundary --output /nowhere/x": "--output /nowhere/x cannot be written: No such file or directory (/nowhere)",
+    "boundary --output /dev/null": "--output /dev/null is not a regular file; name one",
     "boundary --tune /": "--tune / is a folder; name a file in it",
     "boundary --output same --csv ./same": "two of --output, --csv, --plot and --tune name the same file",
     "add-norm --csv /proc/x": "--csv /proc/x cannot be written",

@@ -125,11 +125,41 @@ def test_what_is_no_request_is_refused_before_anything_runs() -> None:
             ([[1], []], None, "prompt 1 is empty"),
             ([[1], [101]], None, "prompt 1 has token id 101"),
             ([[1], [2]], [SETTINGS], "2 prompts and 1 params were given"),
+            (None, None, "prompts=None is no list of texts"),
+            ([5], None, r"prompts=\[5\] is no list of texts, nor of lists of token ids"),
+            ([[1]], {"max_new_tokens": 3}, "params={'max_new_tokens': 3} are no GenerationSettings"),
+            ([[1]], [None], "params=None are no GenerationSettings"),
         ]
         for given, params, message in cases:
             with pytest.raises(RequestError, match=message):
                 llm.stream(given, params)
-        assert not llm.engine.has_work
+        for number in ("x", -1, None):
+            with pytest.raises(RequestError, match=f"request={number!r} is not the number of a request"):
+                llm.cancel(number)  # type: ignore[arg-type]
+        llm.cancel(12345)  # has ended, or never was
+        assert not llm.engine.has_work and len(llm.generate([[1]], SETTINGS)[0].token_ids) == 6
+    with pytest.raises(RequestError, match="this LLM is closed"):
+        llm.generate([[1]], SETTINGS)
+
+
+def test_settings_of_the_wrong_kind_are_named() -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"max_new_tokens": "8"}, "max_new_tokens='8' is not a whole number"),
+        ({"min_new_tokens": None}, "min_new_tokens=None is not a whole number"),
+        ({"logprobs": 1.5}, "logprobs=1.5 is not a whole number"),
+        ({"stop": "END"}, r"stop='END' is not a tuple of str; write \('END',\) for one"),
+        ({"stop_token_ids": ("2",)}, "is not a tuple of int"),
+        ({"sampling": {"n": 2}}, "is no SamplingSettings"),
+    ]
+    for values, message in wrong:
+        with pytest.raises(RequestError, match=message):
+            GenerationSettings(**values)
+    for options, message in (
+        ({"limits": {"max_num_seqs": 3}}, "limits={'max_num_seqs': 3} is no tp_residual EngineLimits"),
+        ({"dtype": "int8"}, "dtype='int8' is no torch dtype"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            LLM(tiny_models.saved("llama"), **options)  # type: ignore[arg-type]
 
 
 def check_other_prompts(group: TensorParallelGroup, directory: str) -> None:

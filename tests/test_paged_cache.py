@@ -112,7 +112,10 @@ def test_what_does_not_fit_is_refused_with_numbers() -> None:
             f"kv_memory={3 * BLOCK} bytes on rank 0 hold 48 tokens .* max_model_len=49 needs more; use max_model_len of at most 48, "
             f"or give kv_memory of at least {4 * BLOCK}",
         ),
-        ({"kv_memory": BLOCK - 1}, f"hold 0 tokens .*; give kv_memory of at least {BLOCK}"),
+        (
+            {"kv_memory": BLOCK - 1},
+            f"hold 0 tokens .* blocks of 16; give kv_memory of at least {BLOCK}, or {4 * BLOCK} for",
+        ),
         ({"max_model_len": 65}, "max_model_len=65 exceeds max_position_embeddings=64; use at most 64"),
         ({"kv_memory": 0}, "kv_memory=0 must be a whole number of at least 1"),
         ({"max_num_seqs": 8, "max_batched_tokens": 7}, "max_batched_tokens=7 is less than max_num_seqs=8"),

@@ -17,7 +17,7 @@ TRANSPORTS = ("gloo", "shared", "nccl", "symmetric")
 # While a benchmark makes an operand, it holds two of fp64.
 _MAKING_BYTES = 16
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-_UNITS |= {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_UNITS |= {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "T": 2**40, "TB": 10**12, "TIB": 2**40}
 
 
 @dataclass(frozen=True)

@@ -138,6 +138,8 @@ def check_target(option: str, path: str) -> None:
     folder = Path(path).parent
     if Path(path).is_dir():
         raise RequestError(f"{option} {path} is a folder; name a file in it")
+    if Path(path).exists() and not Path(path).is_file():  # a device, which the new file would replace
+        raise RequestError(f"{option} {path} is not a regular file; name one")
     try:
         with tempfile.NamedTemporaryFile(dir=folder):
             pass

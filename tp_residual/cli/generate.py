@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -164,6 +165,13 @@ def _check_combination(arguments: argparse.Namespace, tp_size: int, replicas: in
         raise RequestError(f"--profile-steps {arguments.profile_steps} are those of a --profile; name its folder")
     arguments.profile_steps = arguments.profile_steps or DEFAULT_PROFILE_STEPS
     parse_steps(arguments.profile_steps)
+    if arguments.profile is not None:
+        try:
+            os.makedirs(arguments.profile, exist_ok=True)
+        except OSError as error:
+            raise RequestError(
+                f"--profile {arguments.profile} cannot be a folder for traces: {error.strerror}"
+            ) from None
     check_output(arguments)
 
 

@@ -41,6 +41,7 @@ from tp_residual.inference.stop_strings import StoppableText
 from tp_residual.inference.tokenizer import Tokenizer
 from tp_residual.model.attention_backend import TokenBatch
 from tp_residual.model.decoder import CausalLM
+from tp_residual.model.fields import is_integer
 from tp_residual.parallel.group import TensorParallelGroup
 from tp_residual.parallel.vocabulary import request_checksum, require_same_request
 from tp_residual.residual.boundary import Tap
@@ -194,7 +195,10 @@ class Engine:
         """End it, on every rank, with the step in which all hear of it: the next one, or for several requests one step each.
 
         Any rank may call it, alone. Its continuations end with finish_reason "cancelled"; nothing happens when it has ended already.
+        Raises RequestError for what is no request's number.
         """
+        if not is_integer(request) or request < 0:
+            raise RequestError(f"request={request!r} is not the number of a request; events have it as `request`")
         self._cancels.append(request)
 
     def drop(self, requests: Sequence[int]) -> None:

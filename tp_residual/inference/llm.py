@@ -54,6 +54,16 @@ class LLM:
         limits: EngineLimits | None = None,
         check_finite: bool = False,
     ) -> None:
+        for name, value, kind in (
+            ("limits", limits, EngineLimits),
+            ("dtype", dtype, torch.dtype),
+            ("stream_dtype", stream_dtype, torch.dtype),
+        ):
+            if value is not None and not isinstance(value, kind):
+                raise RequestError(
+                    f"{name}={value!r} is no {kind.__module__.split('.')[0]} {kind.__name__}; make one, or leave it out"
+                )
+        self._closed = False
         directory = resolve_model(str(model_dir), EVERYTHING if random_seed is None else CONFIG_ONLY)
         self._owns_world = False
         self._owned: TensorParallelGroup | None = None
@@ -111,7 +121,8 @@ class LLM:
         self.engine.cancel(request)
 
     def close(self) -> None:
-        """All ranks alike. The LLM is of no use afterwards."""
+        """All ranks alike. Afterwards the LLM answers nothing any more."""
+        self._closed = True
         self.engine.drop(list(self._inboxes))
         self._inboxes.clear()
         if self._owned is not None:
@@ -148,13 +159,24 @@ class LLM:
         prompts: Sequence[str] | Sequence[Sequence[int]],
         params: GenerationSettings | Sequence[GenerationSettings] | None,
     ) -> list[Request]:
+        if self._closed:
+            raise RequestError("this LLM is closed; make another, or call it within its `with`")
         if isinstance(prompts, str):
             raise RequestError(f"prompts={prompts!r} is one text; give a list of them")
-        each = [params or GenerationSettings()] * len(prompts) if not isinstance(params, Sequence) else list(params)
+        if not isinstance(prompts, Sequence) or not all(isinstance(prompt, Sequence) for prompt in prompts):
+            raise RequestError(f"prompts={prompts!r} is no list of texts, nor of lists of token ids")
+        each = (
+            [GenerationSettings() if params is None else params] * len(prompts)
+            if not isinstance(params, Sequence)
+            else list(params)
+        )
         if len(each) != len(prompts):
             raise RequestError(
                 f"{len(prompts)} prompts and {len(each)} params were given; give one for each, or one for all"
             )
+        for settings in each:
+            if not isinstance(settings, GenerationSettings):
+                raise RequestError(f"params={settings!r} are no GenerationSettings")
         ids = [self._encode(prompt) for prompt in prompts]
         own = self.model.config.eos_token_ids
         requests = []

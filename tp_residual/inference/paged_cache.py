@@ -197,10 +197,16 @@ def agree_on_capacity(
     fitting = min(room) * block_size
     if fitting < (wanted if limits.max_model_len is not None else 1):
         needed = blocks_for(wanted if limits.max_model_len is not None else 1, block_size) * max(block_bytes)
+        held = f"kv_memory={available[poorest]} bytes on rank {poorest} hold {fitting} tokens of the KV cache"
+        if limits.max_model_len is None:
+            whole = blocks_for(wanted, block_size) * max(block_bytes)
+            raise RequestError(
+                f"{held}, and it comes in blocks of {block_size}; give kv_memory of at least {needed}, or {whole} for sequences of all "
+                f"{wanted} positions"
+            )
         shorter = f"use max_model_len of at most {fitting}, or " if fitting else ""
         raise RequestError(
-            f"kv_memory={available[poorest]} bytes on rank {poorest} hold {fitting} tokens of the KV cache, and one sequence of "
-            f"max_model_len={wanted} needs more; {shorter}give kv_memory of at least {needed}"
+            f"{held}, and one sequence of max_model_len={wanted} needs more; {shorter}give kv_memory of at least {needed}"
         )
     max_model_len = min(wanted, fitting)
     if max_model_len < wanted and group.rank == 0:

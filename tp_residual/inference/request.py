@@ -136,6 +136,16 @@ class GenerationSettings:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "min_new_tokens", "logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if not is_integer(value) and not (value is None and name.endswith("logprobs")):
+                raise RequestError(f"{name}={value!r} is not a whole number")
+        for name, kind in (("stop", str), ("stop_token_ids", int)):
+            value = getattr(self, name)
+            if isinstance(value, str) or not all(isinstance(each, kind) for each in value):
+                raise RequestError(f"{name}={value!r} is not a tuple of {kind.__name__}; write ({value!r},) for one")
+        if not isinstance(self.sampling, SamplingSettings):
+            raise RequestError(f"sampling={self.sampling!r} is no SamplingSettings")
         if self.max_new_tokens < 1:
             raise RequestError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:

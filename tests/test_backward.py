@@ -78,7 +78,7 @@ def check_equals_twin(group: TensorParallelGroup) -> None:
 
 
 @pytest.mark.parametrize(
-    "tp_size", (1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow), 4)
+    "tp_size", (1, 2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow))
 )
 def test_outputs_gradients_and_norms_equal_the_twin(tp_size: int) -> None:
     run_ranks(tp_size, check_equals_twin)
@@ -277,6 +277,7 @@ def test_any_parameter_may_be_frozen_alone_or_train_alone(name: str) -> None:
     run_ranks(2, check_frozen, name)
 
 
+@pytest.mark.slow
 def test_frozen_parameters_with_ranks_that_hold_no_vocabulary() -> None:
     """A rank without a row of the embedding has nothing to differentiate there, and still takes part in the collectives."""
     run_ranks(4, check_frozen, "llama", 3, timeout_s=40, collective_timeout_s=10)

@@ -228,6 +228,7 @@ def killed_and_resumed(folder: Path, prompts: int, kills: int) -> None:
         assert [answers[2 * index + s]["token_ids"] for s in range(2)] == [result.token_ids for result in alone]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
     killed_and_resumed(tmp_path, 100, 2)
 

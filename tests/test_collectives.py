@@ -184,7 +184,7 @@ def assert_same(value, reference, exact, where):
     assert error <= (0 if exact else 1e-14), f"{where}: relative error {error:.1e}"
 
 
-@pytest.mark.parametrize("tp_size", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("tp_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_move_and_its_written_adjoint(ranks, tp_size):
     ranks(tp_size, check_moves)
 

@@ -122,7 +122,8 @@ def check(name: str) -> None:
     run_ranks(2, globals()[name], timeout_s=240, warning_filter="ignore")
 
 
-@pytest.mark.parametrize("body", [pytest.param("compile_body", marks=pytest.mark.slow), "opcheck_body"])
+@pytest.mark.slow
+@pytest.mark.parametrize("body", ["compile_body", "opcheck_body"])
 @pytest.mark.timeout(300)
 def test_compiled_streams_keep_their_bits_and_their_record(body: str, tmp_path: Path) -> None:
     """In a process of its own: the shape checks that these tests install wrap dataclasses in code that cannot be traced.

@@ -38,6 +38,7 @@ def check_healthy(
 REDUCED = ["pre", "post", "ladder", "macaron", "projection", "depth_mix", "gate_static", "two norms, scaled input"]
 
 
+@pytest.mark.slow
 def test_healthy_variants_pass() -> None:
     run_ranks(2, check_healthy, REDUCED, timeout_s=240)
 

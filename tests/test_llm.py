@@ -185,6 +185,7 @@ with LLM(sys.argv[1]) as llm:
 """
 
 
+@pytest.mark.slow
 def test_under_torchrun_it_is_all_ranks(tmp_path: Path) -> None:
     script, given = tmp_path / "script.py", json.dumps(prompts(3))
     script.write_text(SCRIPT)

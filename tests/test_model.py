@@ -248,7 +248,7 @@ def check_cached(group: TensorParallelGroup) -> None:
                     assert relative_error(logits, reference) < FP64, (name, sequence_parallel, parts)
 
 
-@pytest.mark.parametrize("tp_size", (1, pytest.param(2, marks=pytest.mark.slow), 4))
+@pytest.mark.parametrize("tp_size", (1, 2, pytest.param(4, marks=pytest.mark.slow)))
 def test_cached_chunks_and_mixed_batches_equal_the_full_forward(tp_size: int) -> None:
     run_ranks(tp_size, check_cached)
 
@@ -333,7 +333,9 @@ def check_bf16(group: TensorParallelGroup) -> None:
                     assert error == 0, (name, what)  # the embedding in an fp32 stream: a copy
 
 
-@pytest.mark.parametrize("tp_size", (2, pytest.param(3, marks=pytest.mark.slow), 4))
+@pytest.mark.parametrize(
+    "tp_size", (2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow))
+)
 def test_bf16_weights_lose_no_more_than_unsharded_ones(tp_size: int) -> None:
     run_ranks(tp_size, check_bf16)
 

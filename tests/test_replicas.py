@@ -291,6 +291,7 @@ SAMPLED = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_texts_and_their_file_do_not_depend_on_the_replicas(tmp_path: Path) -> None:
     """tp 1 alone, three replicas of tp 1, and two of tp 2 that go on with a file cut in half: the same bytes."""
     source = tmp_path / "in.jsonl"

@@ -35,6 +35,7 @@ def token_ids(done: subprocess.CompletedProcess[str]) -> list[int]:
     return list(json.loads(done.stdout.splitlines()[0])["token_ids"])
 
 
+@pytest.mark.slow
 def test_the_connection_of_config_json_is_used_at_any_tp(model: Path) -> None:
     alone = generate(model)
     assert "residual: ladder" in alone.stderr

@@ -284,7 +284,12 @@ def check_sampled(group: TensorParallelGroup, sequence_parallel: str) -> list[li
 
 @pytest.mark.parametrize(
     ("tp_size", "sequence_parallel"),
-    [(1, "off"), (2, "on"), pytest.param(3, "off", marks=pytest.mark.slow), (4, "off")],
+    [
+        (1, "off"),
+        (2, "on"),
+        pytest.param(3, "off", marks=pytest.mark.slow),
+        pytest.param(4, "off", marks=pytest.mark.slow),
+    ],
 )
 def test_sampled_text_is_the_same_on_any_ranks_and_in_any_batch(tp_size: int, sequence_parallel: str) -> None:
     shares = run_ranks(tp_size, check_sampled, sequence_parallel)

@@ -137,6 +137,7 @@ def interpreted(*arguments: str) -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_interpreted_kernels() -> None:
     interpreted()

@@ -134,7 +134,9 @@ def check_right(group: TensorParallelGroup) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("tp_size", (1, 2, pytest.param(3, marks=pytest.mark.slow), 4))
+@pytest.mark.parametrize(
+    "tp_size", (1, 2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow))
+)
 def test_right_models_pass(tp_size: int) -> None:
     assert run_ranks(tp_size, check_right, timeout_s=100) == [[]] * tp_size
 

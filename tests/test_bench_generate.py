@@ -25,7 +25,7 @@ from tp_residual.bench.children import ChildRefused, run_bench
 from tp_residual.bench.compare import compare
 from tp_residual.bench.gemm import local_shapes, measure_gemm
 from tp_residual.bench.generate import _Times, _Work, make_engine, measure_generate, random_prompts
-from tp_residual.bench.limits import slower
+from tp_residual.bench.limits import require_product, slower
 from tp_residual.bench.memory import PER_RANK_OVERHEAD, AnonymousPeak, anonymous_bytes, measure_memory
 from tp_residual.bench.request import GemmRequest, GenerateRequest, Rules
 from tp_residual.bench.results import IDENTITY, Result, load
@@ -504,6 +504,17 @@ def test_a_wrong_product_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = GemmRequest(config("llama", **SHAPE), (5,), "float32")
     with pytest.raises(VerificationFailed, match="wrong result, nothing was timed: qkv_proj of 5 tokens"):
         measure_gemm(Clock(TensorParallelGroup.single(), QUICK), asked, silent)
+
+
+def test_a_sum_of_any_size_may_be_rounded_once_and_no_more() -> None:
+    """A row of the weight that is the input has features as its sum: 900, whose bf16 neighbours are 4 apart."""
+    clock = Clock(TensorParallelGroup.single(), QUICK)
+    weight = torch.randn(3, 900, generator=torch.Generator().manual_seed(1)).bfloat16()
+    found = (weight[:1].double() @ weight.double().T).bfloat16()
+    require_product(clock, "x", found, weight[:1], weight)
+    found[0, 0] += 8
+    with pytest.raises(VerificationFailed, match="x in bfloat16"):
+        require_product(clock, "x", found, weight[:1], weight)
 
 
 # ---- scaling

@@ -20,6 +20,7 @@ from tp_residual.model.layout import ModelLayout
 
 LIMIT = "the slower of reading the weight and its FLOP at the peak of a large product, every rank at once"
 _CHECKED_ROWS = 4
+_WEIGHT_SEED = 1 << 32  # beyond any number of tokens, which seeds an input
 
 
 def local_shapes(config: ModelConfig, tp_size: int, rank: int) -> dict[str, tuple[int, int]]:
@@ -109,7 +110,7 @@ class _Weights:
     def __init__(self, clock: Clock, out: int, features: int, dtype: torch.dtype) -> None:
         device = clock.device
         form, _ = packed_form(device, dtype)
-        self.weight = _random(out, features, dtype, device, seed=clock.group.rank)
+        self.weight = _random(out, features, dtype, device, seed=_WEIGHT_SEED + clock.group.rank)
         self.copies = _copies(self.weight.numel() * dtype.itemsize, device)
         self._turn = count()
         if form == "plain":

@@ -128,6 +128,7 @@ def test_what_is_no_request_is_refused_before_anything_runs() -> None:
             (None, None, "prompts=None is no list of texts"),
             ([5], None, r"prompts=\[5\] is no list of texts, nor of lists of token ids"),
             ([[1]], {"max_new_tokens": 3}, "params={'max_new_tokens': 3} are no GenerationSettings"),
+            ([[1, 1.5]], None, r"prompt \[1, 1.5\] has token ids that are no whole numbers"),
             ([[1]], [None], "params=None are no GenerationSettings"),
         ]
         for given, params, message in cases:

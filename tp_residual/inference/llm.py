@@ -8,6 +8,7 @@ Outside torchrun it is one process; under it every rank makes the same LLM and c
 """
 
 import logging
+import operator
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -193,7 +194,10 @@ class LLM:
 
     def _encode(self, prompt: str | Sequence[int]) -> list[int]:
         if not isinstance(prompt, str):
-            return list(prompt)
+            try:
+                return [operator.index(token_id) for token_id in prompt]
+            except TypeError:
+                raise RequestError(f"prompt {list(prompt)} has token ids that are no whole numbers") from None
         if self.tokenizer is None:
             raise RequestError(
                 f"prompt {prompt!r} is text, and the model has no tokenizer.json; add it, or give token ids"

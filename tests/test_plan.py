@@ -484,13 +484,14 @@ def test_bad_requests_are_named_without_torch(model_dir: str, tmp_path: Path) ->
 
 def measure(group: TensorParallelGroup) -> None:
     """Of the same rank or of another: one description."""
-    clock = Clock(group, Rules(iters=5, warmup=0, seconds=0.05))
+    # the cost of a step is a difference of two medians, which five samples lost in noise now and then
+    clock = Clock(group, Rules(iters=25, warmup=1, seconds=0.5))
     found = measure_hardware(clock, ("float32",), lambda _: None)
     assert found.source == "measured" and found.cores == group.size and not found.devices_per_node
     assert found.link_latency_us is not None and found.inter_node_gb_s is None
     assert len({json.dumps(each) for each in clock.gather(found.to_json())}) == 1
-    # a core of any machine: 1 to 1000 GB/s, a GFLOP/s to 10 TFLOP/s; a step's cost is a difference, which five samples may lose in noise
-    assert 0.3 < found.memory_gb_s < 1000 and 1e-4 < found.gemm_tflops["float32"] < 10 and 0 <= found.launch_us < 1e5
+    # a core of any machine: 1 to 1000 GB/s, a GFLOP/s to 10 TFLOP/s, 0.1 us to 0.1 s
+    assert 0.3 < found.memory_gb_s < 1000 and 1e-4 < found.gemm_tflops["float32"] < 10 and 0.1 < found.launch_us < 1e5
 
 
 def test_measuring_this_machine() -> None:

@@ -180,10 +180,7 @@ def _add_bench_peers(questions: Commands) -> None:
         metavar="PEER=DIR",
         help="its environment, with bin/python; may be repeated (default: this one)",
     )
-    files = command.add_argument_group("files")
-    files.add_argument("--output", metavar="FILE", help="JSON with hardware, versions, command, rows and raw samples")
-    files.add_argument("--csv", metavar="FILE", help="the rows")
-    files.add_argument("--plot", metavar="FILE", help="a picture (PNG; needs the extra `plot`)")
+    _add_bench_files(command)
     # our own side, started by `bench peers`: not for a person, so without help
     worker = questions.add_parser("peers-worker", allow_abbrev=False)
     worker.add_argument("--tp", type=int, default=1)

@@ -20,7 +20,7 @@ from tp_residual.model.layout import ModelLayout
 
 LIMIT = "the slower of reading the weight and its FLOP at the peak of a large product, every rank at once"
 _CHECKED_ROWS = 4
-_WEIGHT_SEED = 1 << 32  # beyond any number of tokens, which seeds an input
+_WEIGHT_SEED = 1 << 31  # beyond any number of tokens, which seeds an input; torch takes 32 bits of a seed
 
 
 def local_shapes(config: ModelConfig, tp_size: int, rank: int) -> dict[str, tuple[int, int]]:
